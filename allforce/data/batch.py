@@ -1,0 +1,90 @@
+"""Frames and batches: the shape legend of the whole program.
+
+    B   frames of a batch               N   atoms of all frames of a batch (virtual atoms are left out)
+    n   atoms of one frame              E   edges (centre i, neighbour j) within rcut, periodic images included
+    nt  types of the model              M1, M2  embedding width, axis neurons
+
+Units eV, Å, eV/Å. Cell rows are lattice vectors. Edge vector r_e = r_j - r_i + S·H (neighbour minus centre).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Frame:
+    """One structure with its labels, as numpy arrays, atoms in the order of the file."""
+
+    coord: np.ndarray  # (n, 3) float64
+    type: np.ndarray  # (n,) int64, index into the model's type_map; -1 is a virtual atom
+    cell: np.ndarray | None  # (3, 3) float64, None when not periodic
+    labels: dict[str, np.ndarray] = field(default_factory=dict)  # what the data has, see LABELS
+    fparam: np.ndarray | None = None  # (numb_fparam,)
+    aparam: np.ndarray | None = None  # (n, numb_aparam)
+
+
+# name -> (per atom?, width): energy (1,) per frame, force (n, 3), virial (9,) ...
+LABELS: dict[str, tuple[bool, int]] = {
+    "energy": (False, 1),
+    "force": (True, 3),
+    "virial": (False, 9),
+    "atom_ener": (True, 1),
+    "atom_pref": (True, 1),
+    "atom_ener_coeff": (True, 1),
+}
+
+
+@dataclass
+class Edges:
+    """Neighbour pairs, sorted by centre: the edges of atom a are first[a] … first[a + 1] - 1."""
+
+    i: Tensor  # (E,) int64 centre, ascending
+    j: Tensor  # (E,) int64 neighbour
+    r: Tensor  # (E, 3) float64 r_j - r_i + S·H
+    first: Tensor  # (N + 1,) int64
+
+
+@dataclass
+class Batch:
+    """Frames side by side. Atoms of all frames are sorted by type (stable), so a type is one slice."""
+
+    type: Tensor  # (N,) int64 ascending
+    frame: Tensor  # (N,) int64 frame of each atom
+    natoms: Tensor  # (B,) float64 real atoms of each frame
+    type_counts: tuple[int, ...]  # (nt,) atoms of each type: plain ints, so that slicing never waits for a device
+    coord: Tensor  # (N, 3) float64
+    cell: Tensor | None  # (B, 3, 3) float64
+    edges: Edges
+    order: Tensor  # (N,) int64 place of each atom in the frames' concatenated files' order, to put results back
+    labels: dict[str, Tensor]  # energy (B,), force (N, 3), virial (B, 9), atom_ener (N,), ...; only what the data has
+    fparam: Tensor | None = None  # (B, numb_fparam)
+    aparam: Tensor | None = None  # (N, numb_aparam)
+    name: str = ""  # the system(s) it came from, for messages
+
+    @property
+    def nframes(self) -> int:
+        return self.natoms.shape[0]
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The batch on a device; copies overlap with compute when the memory is pinned."""
+        return self._map(lambda t: t.to(device, non_blocking=True))
+
+    def pin_memory(self) -> Batch:
+        return self._map(lambda t: t.pin_memory())
+
+    def _map(self, f) -> Batch:
+        def each(value):
+            if isinstance(value, Tensor):
+                return f(value)
+            if isinstance(value, dict):
+                return {k: f(v) for k, v in value.items()}
+            if isinstance(value, Edges):
+                return Edges(**{e.name: f(getattr(value, e.name)) for e in fields(value)})
+            return value
+
+        return replace(self, **{x.name: each(getattr(self, x.name)) for x in fields(self)})
