@@ -1,0 +1,539 @@
+"""The input file as typed objects: attribute names are DeePMD-kit's key names, the help of each field is the manual.
+
+Types are strict (a text is no number, true is no 1), unknown keys are errors. `load.py` turns a file into `Input`;
+aliases, comments and old forms are gone before the classes here see the data.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from allforce.errors import UserError
+
+
+def _whole(value: Any) -> Any:
+    """1e6 is how people write a million: a float without fraction counts as an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _lower(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+Int = Annotated[int, BeforeValidator(_whole)]
+NonNegative = Annotated[Int, Field(ge=0)]
+Positive = Annotated[Int, Field(ge=1)]
+Seed = NonNegative | list[NonNegative] | None
+Pair = Annotated[list[NonNegative], Field(min_length=2, max_length=2)]
+Name = Annotated[str, Field(min_length=1)]
+Precision = Literal["default", "float32", "float64"]
+Sel = Annotated[str, Field(pattern=r"^auto(:\d+(\.\d*)?)?$")] | list[NonNegative]
+BatchSize = Positive | list[Positive] | Annotated[str, Field(pattern=r"^(auto|(auto|max|filter|mixed):[1-9]\d*)$")]
+Activation = Annotated[
+    str,
+    BeforeValidator(_lower),
+    Field(pattern=r"^(tanh|relu6?|softplus|sigmoid|gelu(_tf)?|silu|linear|none|(silut|custom_silu)(:\d+(\.\d*)?)?)$"),
+]
+
+PRECISION_HELP = (
+    'Precision of the parameters: "float32", "float64", or "default" = float64 (float32 when the '
+    "environment has DP_INTERFACE_PREC=low)."
+)
+ACTIVATION_HELP = (
+    'Activation function: "tanh", "relu", "relu6", "softplus", "sigmoid", "gelu", "gelu_tf", "silu", '
+    '"silut:T", "linear" or "none"; capitals do not matter.'
+)
+SEED_HELP = "Seed of the initial parameters; a different one each run when left out."
+
+
+def key(default: Any, help: str, *, aliases: tuple[str, ...] = (), own: bool = False, **limits: Any) -> Any:
+    """A key of the input file. `own`: Allforce has it, DeePMD-kit does not. A default of `...` means required."""
+    extra: dict[str, Any] = {"aliases": list(aliases), "own": own}
+    if isinstance(default, (list, dict, BaseModel)):
+        return Field(default_factory=lambda: _copy(default), description=help, json_schema_extra=extra, **limits)
+    return Field(default, description=help, json_schema_extra=extra, **limits)
+
+
+def _copy(default: Any) -> Any:
+    return default.model_copy(deep=True) if isinstance(default, BaseModel) else type(default)(default)
+
+
+class Section(BaseModel):
+    """One object of the input file. `problems` yields (key, what is wrong) for values that do not go together."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    type_aliases: ClassVar[tuple[str, ...]] = ()  # other names of `type`
+    type_required: ClassVar[bool] = False  # when false, the first class of a choice is the default
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        yield from ()
+
+    @model_validator(mode="after")
+    def _no_problems(self) -> Section:
+        if found := list(self.problems()):
+            text = "; ".join(f"{name}: {what}" for name, what in found)
+            raise PydanticCustomError("impossible", "{text}", {"text": text, "problems": found})
+        return self
+
+
+# ---------------------------------------------------------------------------------------------------------- model
+
+
+class DescriptorSeE2A(Section):
+    """Deep Potential, smooth edition: full relative coordinates, embedding of two atoms."""
+
+    type_aliases = ("se_a",)
+    type_required = True
+
+    type: Literal["se_e2_a"] = key("se_e2_a", 'Kind of descriptor (required): "se_e2_a".')
+    sel: Sel = key(
+        "auto",
+        'Largest number of neighbours kept of each type, one integer per type; or "auto:f": the largest '
+        'number in the training data times f ("auto" is "auto:1.1").',
+    )
+    rcut: float = key(6.0, "Cutoff radius in Å.", gt=0)
+    rcut_smth: float = key(0.5, "Where the smooth switching of 1/r begins, in Å; smaller than rcut.", ge=0)
+    neuron: list[Positive] = key(
+        [10, 20, 40],
+        "Widths of the embedding net. A layer as wide as, or twice as wide as, the one before gets a skip connection.",
+        min_length=1,
+    )
+    axis_neuron: Int = key(
+        4,
+        "Columns of the embedding matrix used for the second factor; at most the last of neuron.",
+        ge=1,
+        aliases=("n_axis_neuron",),
+    )
+    activation_function: Activation = key("tanh", ACTIVATION_HELP)
+    resnet_dt: bool = key(False, "A trained step width in the skip connections.")
+    type_one_side: bool = key(
+        False, "true: one embedding net per type of neighbour; false: one per pair (centre, neighbour)."
+    )
+    precision: Precision = key("default", PRECISION_HELP)
+    trainable: bool = key(True, "Whether the embedding nets are trained.")
+    seed: Seed = key(None, SEED_HELP)
+    exclude_types: list[Pair] = key([], "Pairs of types that do not see each other, for example [[0, 1]].")
+    env_protection: float = key(0.0, "Added to distances in denominators, against division by zero.", ge=0)
+    set_davg_zero: bool = key(False, "Use zero for the mean of the environment matrix. Set it together with atom_ener.")
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.rcut_smth >= self.rcut:
+            yield "rcut_smth", f"{self.rcut_smth} must be smaller than rcut, {self.rcut}"
+        if self.axis_neuron > self.neuron[-1]:
+            yield "axis_neuron", f"{self.axis_neuron} must not exceed the last of neuron, {self.neuron[-1]}"
+        if isinstance(self.sel, list) and sum(self.sel) == 0:
+            yield "sel", f'{self.sel} keeps no neighbour at all; give the number of neighbours per type, or "auto"'
+        if isinstance(self.sel, str) and ":" in self.sel and float(self.sel.split(":")[1]) < 1:
+            yield "sel", f'the factor of "{self.sel}" must be at least 1'
+
+
+class FittingEner(Section):
+    """Net from descriptor to atomic energy, one per type."""
+
+    type: Literal["ener"] = key("ener", 'What is fitted: "ener", the energy.')
+    numb_fparam: Int = key(0, "Number of frame parameters (fparam.npy).", ge=0)
+    numb_aparam: Int = key(0, "Number of atomic parameters (aparam.npy).", ge=0)
+    default_fparam: list[float] | None = key(None, "Frame parameters of data that have none; numb_fparam numbers.")
+    neuron: list[Positive] = key(
+        [120, 120, 120],
+        "Widths of the hidden layers. Layers of equal width get a skip connection.",
+        aliases=("n_neuron",),
+    )
+    activation_function: Activation = key("tanh", ACTIVATION_HELP)
+    precision: Precision = key("default", PRECISION_HELP)
+    resnet_dt: bool = key(True, "A trained step width in the skip connections.")
+    trainable: bool | list[bool] = key(
+        True, "Whether the net is trained; or a list, one for each hidden layer and one for the output layer."
+    )
+    rcond: float | None = key(
+        None, "Singular values below this fraction of the largest are dropped when the energy bias is fitted.", ge=0
+    )
+    seed: Seed = key(None, SEED_HELP)
+    atom_ener: list[float | None] = key(
+        [],
+        "Energy of each type in vacuum, in eV (null: not given): the net gives exactly this for an atom "
+        "without neighbours.",
+    )
+    use_aparam_as_mask: bool = key(False, "Atomic parameters are a mask, not an input of the net.")
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        layers = len(self.neuron) + 1
+        if isinstance(self.trainable, list) and len(self.trainable) != layers:
+            yield (
+                "trainable",
+                f"has {len(self.trainable)} entries; expected {layers}, one for each layer of neuron and one for the "
+                f"output layer",
+            )
+        if self.default_fparam is not None and len(self.default_fparam) != self.numb_fparam:
+            yield "default_fparam", f"has {len(self.default_fparam)} numbers, but numb_fparam is {self.numb_fparam}"
+        if self.use_aparam_as_mask and self.numb_aparam == 0:
+            yield "use_aparam_as_mask", "is true, but numb_aparam is 0"
+
+
+class ModelConfig(Section):
+    """Descriptor and fitting net."""
+
+    type: Literal["standard"] = key("standard", 'Kind of model: "standard", a descriptor with a fitting net.')
+    type_map: list[Name] | None = key(
+        None, 'Names of the types, for example ["O", "H"]; taken from the data when left out.', min_length=1
+    )
+    descriptor: DescriptorSeE2A = key(..., "The descriptor, by its type.")
+    fitting_net: FittingEner = key(..., "The fitting net, by its type.")
+    data_stat_nbatch: Int = key(10, "Batches of each system used for the statistics of the descriptor.", ge=1)
+    data_stat_protect: float = key(0.01, "Smallest standard deviation used for frame and atomic parameters.", gt=0)
+    data_bias_nsample: Int = key(10, "Batches of each system used when the energy bias is changed.", ge=1)
+    pair_exclude_types: list[Pair] = key([], "Pairs of types that do not interact, in the whole model.")
+    atom_exclude_types: list[NonNegative] = key([], "Types whose atoms have no energy of their own.")
+    preset_out_bias: dict[Literal["energy"], list[float | None]] | None = key(
+        None, 'Energy bias given by hand, {"energy": [value or null for each type]}, in eV; null: from the data.'
+    )
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        names = self.type_map or []
+        if len(set(names)) < len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            yield "type_map", f"has {', '.join(twice)} more than once; every name must be there once"
+        if names:
+            yield from self._lengths(len(names))
+
+    def _lengths(self, ntypes: int) -> Iterator[tuple[str, str]]:
+        """Everything that is given per type must fit to the type_map."""
+        preset = (self.preset_out_bias or {}).get("energy", [])
+        lists = {"descriptor/sel": self.descriptor.sel, "fitting_net/atom_ener": self.fitting_net.atom_ener}
+        for path, values in {**lists, "preset_out_bias/energy": preset}.items():
+            if isinstance(values, list) and values and len(values) != ntypes:
+                yield path, f"{values} has {len(values)} entries; expected {ntypes}, one for each type of type_map"
+        for path, pairs in {
+            "descriptor/exclude_types": self.descriptor.exclude_types,
+            "pair_exclude_types": self.pair_exclude_types,
+        }.items():
+            if any(t >= ntypes for pair in pairs for t in pair):
+                yield path, f"{pairs} names a type outside 0 … {ntypes - 1} of type_map"
+        if any(t >= ntypes for t in self.atom_exclude_types):
+            yield "atom_exclude_types", f"{self.atom_exclude_types} names a type outside 0 … {ntypes - 1} of type_map"
+
+
+# -------------------------------------------------------------------------------------------------- learning rate
+
+
+class LearningRate(Section):
+    """What all schedules share."""
+
+    start_lr: float = key(..., "Learning rate at the beginning (after warmup).", gt=0)
+    stop_lr: float | None = key(
+        None, "Learning rate at the end; 5e-8 when neither this nor stop_lr_ratio is given.", ge=0
+    )
+    stop_lr_ratio: float | None = key(None, "stop_lr as a fraction of start_lr; instead of stop_lr.", gt=0, le=1)
+    warmup_steps: Int = key(0, "Steps over which the rate grows to start_lr.", ge=0)
+    warmup_ratio: float | None = key(
+        None, "warmup_steps as a fraction of the number of steps; instead of warmup_steps.", ge=0, lt=1
+    )
+    warmup_start_factor: float = key(0.0, "The warmup begins at this fraction of start_lr.", ge=0)
+    scale_by_worker: Literal["linear", "sqrt", "none"] = key(
+        "linear", "The optimizer's rate is the schedule times W (linear), √W (sqrt) or 1 (none) for W workers."
+    )
+    warmup_from_unscaled: bool = key(
+        False, "The warmup goes from start_lr to start_lr scaled by the workers.", own=True
+    )
+
+    @property
+    def stop(self) -> float:
+        """The rate at the end, however it was given."""
+        if self.stop_lr_ratio is not None:
+            return self.start_lr * self.stop_lr_ratio
+        return 5e-8 if self.stop_lr is None else self.stop_lr
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.stop_lr is not None and self.stop_lr_ratio is not None:
+            yield "stop_lr_ratio", "and stop_lr exclude each other; give one of them"
+        elif self.stop > self.start_lr:
+            default = "" if self.stop_lr is not None else " (the default)"
+            yield "stop_lr", f"{self.stop}{default} must not exceed start_lr, {self.start_lr}"
+        if self.warmup_steps and self.warmup_ratio is not None:
+            yield "warmup_ratio", "and warmup_steps exclude each other; give one of them"
+        if self.warmup_from_unscaled and not (self.warmup_steps or self.warmup_ratio):
+            yield "warmup_from_unscaled", "needs warmup_steps or warmup_ratio"
+        if self.warmup_from_unscaled and self.warmup_start_factor:
+            yield (
+                "warmup_start_factor",
+                "has no meaning with warmup_from_unscaled, which begins at start_lr; leave one out",
+            )
+
+
+class LearningRateExp(LearningRate):
+    """Exponential decay in steps: start_lr · r^floor(t / decay_steps), not below stop_lr."""
+
+    type: Literal["exp"] = key("exp", 'Kind of schedule: "exp", "cosine" or "wsd".')
+    decay_steps: Int = key(5000, "The rate falls every so many steps.", ge=1)
+    decay_rate: float | None = key(
+        None, "Factor r of each fall; from start_lr, stop_lr and the number of steps when left out.", gt=0, le=1
+    )
+    smooth: bool = key(False, "Fall a little every step instead.")
+
+
+class LearningRateCosine(LearningRate):
+    """Half a cosine from start_lr to stop_lr."""
+
+    type: Literal["cosine"] = key("cosine", 'Kind of schedule: "exp", "cosine" or "wsd".')
+
+
+class LearningRateWSD(LearningRate):
+    """Warmup, stable, decay: constant, then a fall to stop_lr in the last part."""
+
+    type: Literal["wsd"] = key("wsd", 'Kind of schedule: "exp", "cosine" or "wsd".')
+    decay_phase_ratio: float = key(0.1, "Share of all steps in the last part.", gt=0, le=1)
+    decay_type: Literal["inverse_linear", "cosine", "linear"] = key("inverse_linear", "Form of the fall.")
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        yield from super().problems()
+        if self.stop <= 0:
+            yield "stop_lr", "must be greater than 0 for the schedule wsd"
+
+
+# ------------------------------------------------------------------------------------------------ optimizer, loss
+
+
+class OptimizerAdam(Section):
+    """Adam."""
+
+    type: Literal["Adam"] = key("Adam", 'Kind of optimizer: "Adam" or "AdamW".')
+    adam_beta1: float = key(0.9, "Decay of the mean of the gradient.", ge=0, lt=1)
+    adam_beta2: float = key(0.999, "Decay of the mean of its square.", ge=0, lt=1)
+    weight_decay: float = key(0.0, "Weight decay, added to the gradient.", ge=0)
+
+
+class OptimizerAdamW(Section):
+    """Adam with decoupled weight decay."""
+
+    type: Literal["AdamW"] = key("AdamW", 'Kind of optimizer: "Adam" or "AdamW".')
+    adam_beta1: float = key(0.9, "Decay of the mean of the gradient.", ge=0, lt=1)
+    adam_beta2: float = key(0.999, "Decay of the mean of its square.", ge=0, lt=1)
+    weight_decay: float = key(
+        0.0, "Weight decay, apart from the gradient. (0 is also what DeePMD-kit 3.2 uses in effect.)", ge=0
+    )
+
+
+class LossEner(Section):
+    """Weighted sum of the errors of energy, force, virial, atomic energies and weighted forces.
+
+    The weight of a term is limit + (start − limit) · lr(t) / start_lr; a term is on when start or limit is not 0.
+    """
+
+    type_aliases = ("ener_hess",)
+
+    type: Literal["ener"] = key("ener", 'Kind of loss: "ener".')
+    start_pref_e: float = key(0.02, "Weight of the energy at the beginning.", ge=0)
+    limit_pref_e: float = key(1.0, "Weight of the energy when the rate has gone to 0.", ge=0)
+    start_pref_f: float = key(1000.0, "Weight of the forces at the beginning.", ge=0)
+    limit_pref_f: float = key(1.0, "Weight of the forces at the end.", ge=0)
+    start_pref_v: float = key(0.0, "Weight of the virial at the beginning.", ge=0)
+    limit_pref_v: float = key(0.0, "Weight of the virial at the end.", ge=0)
+    start_pref_ae: float = key(0.0, "Weight of the atomic energies at the beginning.", ge=0)
+    limit_pref_ae: float = key(0.0, "Weight of the atomic energies at the end.", ge=0)
+    start_pref_pf: float = key(0.0, "Weight, at the beginning, of the forces weighted by atom_pref.npy.", ge=0)
+    limit_pref_pf: float = key(0.0, "Weight, at the end, of the forces weighted by atom_pref.npy.", ge=0)
+    use_default_pf: bool = key(False, "Data without atom_pref.npy count as if it were 1.")
+    relative_f: float | None = key(None, "Divide the force error of an atom by |force| + this number, in eV/Å.", gt=0)
+    enable_atom_ener_coeff: bool = key(False, "The energy is Σ c_i e_i with c_i from atom_ener_coeff.npy.")
+    use_huber: bool = key(False, "Huber's loss: quadratic for small errors, linear beyond huber_delta.")
+    huber_delta: float | list[float] = key(
+        0.01, "Where Huber's loss becomes linear; or three numbers for energy, force, virial."
+    )
+    loss_func: Literal["mse", "mae"] = key("mse", "Mean of squares, or of absolute values.")
+    f_use_norm: bool = key(
+        False, "Use the length of the force error instead of its components (with mae or Huber's loss)."
+    )
+    intensive_ener_virial: bool = key(
+        False, "Divide the terms of energy and virial by N² instead of N, the number of atoms."
+    )
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        deltas = self.huber_delta if isinstance(self.huber_delta, list) else [self.huber_delta] * 3
+        if len(deltas) != 3 or min(deltas) <= 0:
+            yield (
+                "huber_delta",
+                f"{self.huber_delta} must be one number or three (energy, force, virial), greater than 0",
+            )
+        if self.use_huber and self.loss_func == "mae":
+            yield "use_huber", 'goes with loss_func "mse" only'
+        if self.use_huber and self.relative_f is not None:
+            yield "relative_f", "and use_huber exclude each other"
+        if self.use_huber and (self.start_pref_pf or self.limit_pref_pf):
+            yield "start_pref_pf", "and limit_pref_pf must be 0 with use_huber"
+        if self.f_use_norm and not (self.use_huber or self.loss_func == "mae"):
+            yield "f_use_norm", 'needs loss_func "mae" or use_huber true'
+        if not any(
+            getattr(self, f"{when}_pref_{what}") for when in ("start", "limit") for what in ("e", "f", "v", "ae", "pf")
+        ):
+            yield "start_pref_e", "and all other prefactors are 0, so there is nothing to fit"
+
+
+# ------------------------------------------------------------------------------------------------------- training
+
+
+class DataConfig(Section):
+    """What training and validation data share."""
+
+    systems: Annotated[str, Field(min_length=1)] | Annotated[list[Name], Field(min_length=1)] = key(
+        ..., "Folders with type.raw (searched through all levels), HDF5 groups file.h5#/group, or files that ASE reads."
+    )
+    rglob_patterns: list[str] | None = key(None, "Search the folders with these patterns instead.")
+    batch_size: BatchSize = key(
+        "auto",
+        'Frames of a batch: a number; a list, one per system; "auto:N", at least N atoms ("auto" is '
+        '"auto:32"); "max:N", at most N atoms; "filter:N", the same without larger systems; "mixed:N", N '
+        "frames of any systems.",
+    )
+    auto_prob: str = key(
+        "prob_sys_size",
+        'How often a system is drawn: "prob_uniform"; "prob_sys_size", by its number of batches; '
+        '"prob_sys_size;s:e:w;…", systems s … e-1 together with weight w.',
+        aliases=("auto_prob_style",),
+    )
+    sys_probs: list[float] | None = key(
+        None,
+        "Probability of each system, with sum 1; systems with a negative number share the rest by their "
+        "number of batches.",
+        aliases=("sys_weights",),
+    )
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if not _valid_auto_prob(self.auto_prob):
+            yield (
+                "auto_prob",
+                f'"{self.auto_prob}" is not "prob_uniform", "prob_sys_size" or "prob_sys_size;start:end:weight;…"',
+            )
+        if self.sys_probs is not None:
+            given = sum(p for p in self.sys_probs if p >= 0)
+            if given > 1 + 1e-8 or (abs(given - 1) > 1e-8 and all(p >= 0 for p in self.sys_probs)):
+                yield "sys_probs", f"{self.sys_probs} has the sum {given:g}; expected 1"
+
+
+def _valid_auto_prob(text: str) -> bool:
+    """prob_uniform | prob_sys_size | prob_sys_size;s:e:w;s:e:w with s < e and weights that are not all 0."""
+    kind, *blocks = text.split(";")
+    if not blocks:
+        return kind in ("prob_uniform", "prob_sys_size")
+    parts = [re.fullmatch(r"(\d+):(\d+):(\d+\.?\d*(?:e[-+]?\d+)?|\.\d+)", block.strip(), re.I) for block in blocks]
+    good = all(part and int(part[1]) < int(part[2]) for part in parts)
+    return kind == "prob_sys_size" and good and sum(float(part[3]) for part in parts if part) > 0
+
+
+class TrainingData(DataConfig):
+    """The data that are learned."""
+
+
+class ValidationData(DataConfig):
+    """The data whose errors are shown beside those of training."""
+
+    numb_btch: Int = key(1, "Batches evaluated for each line of the learning curve.", ge=1, aliases=("numb_batch",))
+
+
+class Table(Section):
+    """How the embedding nets are evaluated while training; the trained model is the same either way."""
+
+    mode: Literal["table", "exact"] = key(
+        "table", "Interpolate the embedding nets between nodes, or evaluate them for every neighbour.", own=True
+    )
+    tolerance: float | None = key(
+        None, "Largest error of the interpolation; 1e-7 for float64 and 1e-5 for float32 when left out.", gt=0, own=True
+    )
+    nodes: Int = key(64, "Nodes to begin with; more are taken when the tolerance asks for it.", ge=8, own=True)
+
+
+class Training(Section):
+    """Data, length of the training, and what is written."""
+
+    training_data: TrainingData = key(..., "The data that are learned.")
+    validation_data: ValidationData | None = key(None, "The data whose errors are shown beside those of training.")
+    numb_steps: Int | None = key(
+        None,
+        "Number of steps; this or numb_epoch is required.",
+        ge=1,
+        aliases=("stop_batch", "num_step", "num_steps", "numb_step"),
+    )
+    numb_epoch: float | None = key(
+        None,
+        "Number of passes through the data; instead of numb_steps.",
+        gt=0,
+        aliases=("num_epoch", "num_epochs", "numb_epochs"),
+    )
+    seed: Seed = key(None, "Seed of the order of the data; a different one each run when left out.")
+    stat_file: Name | None = key(
+        None, "File (.h5, .hdf5) or folder that keeps the statistics of the data for the next run."
+    )
+    stat_file_mode: Literal["update", "read"] = key(
+        "update",
+        "update: read what stat_file has and add what it lacks; read: change nothing, missing statistics are an error.",
+    )
+    disp_file: Name = key("lcurve.out", "File of the learning curve.")
+    disp_freq: Int = key(1000, "Steps between lines of the learning curve.", ge=1)
+    save_freq: Int = key(1000, "Steps between checkpoints.", ge=1)
+    save_ckpt: Name = key("model.ckpt", "Beginning of the names of checkpoints.")
+    save_dir: Name | None = key(None, "Folder of the checkpoints; the current one when left out.")
+    max_ckpt_keep: Int = key(5, "Checkpoints kept, the newest ones.", ge=1)
+    change_bias_after_training: bool = key(False, "Fit the energy bias again to the errors of the trained model.")
+    disp_training: bool = key(True, "Write the learning curve.")
+    time_training: bool = key(True, "Show the time of training in the log.")
+    disp_avg: bool = key(False, "Training errors of the learning curve are means over the steps since the line before.")
+    gradient_max_norm: float | None = key(
+        None, "The gradient is shortened to this length when it is longer; 0 or left out: never.", ge=0
+    )
+    tensorboard: bool = key(False, "Write for TensorBoard.")
+    tensorboard_log_dir: Name = key("log", "Folder of the TensorBoard files.")
+    tensorboard_freq: Int = key(1, "Steps between entries for TensorBoard.", ge=1)
+    acc_freq: Int = key(1, "Batches of each worker that make one step (gradient accumulation).", ge=1)
+    sharding: Literal["global", "replicate", "partition"] = key(
+        "global",
+        "Which worker sees which data. global: one common order, dealt out; replicate: every worker draws "
+        "from everything with its own seed; partition: every worker holds its share of the systems only.",
+        own=True,
+    )
+    gradient_precision: Literal["float32", "bfloat16"] | None = key(
+        None, "Precision of the gradients between workers; that of the parameters when left out.", own=True
+    )
+    scale_steps_by_worker: bool = key(
+        False, "Divide numb_steps, decay_steps, disp_freq and save_freq by the number of workers.", own=True
+    )
+    table: Table = key(Table(), "How the embedding nets are evaluated while training.", own=True)
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.numb_steps is None and self.numb_epoch is None:
+            yield "numb_steps", "or numb_epoch is required"
+        if self.numb_steps is not None and self.numb_epoch is not None:
+            yield "numb_epoch", "and numb_steps exclude each other; give one of them"
+
+
+AnyLearningRate = Annotated[LearningRateExp | LearningRateCosine | LearningRateWSD, Field(discriminator="type")]
+AnyOptimizer = Annotated[OptimizerAdam | OptimizerAdamW, Field(discriminator="type")]
+
+
+class Input(Section):
+    """The whole input file."""
+
+    model: ModelConfig = key(..., "The model.")
+    learning_rate: AnyLearningRate = key(..., "The schedule of the learning rate, by its type.")
+    optimizer: AnyOptimizer = key(OptimizerAdam(), "The optimizer, by its type.")
+    loss: LossEner = key(LossEner(), "The loss.")
+    training: Training = key(..., "Data, length of the training, and what is written.")
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        steps, warmup = self.training.numb_steps, self.learning_rate.warmup_steps
+        if steps is not None and warmup >= steps:
+            yield "learning_rate/warmup_steps", f"{warmup} must be smaller than the number of steps, {steps}"
+
+
+def precision_name(precision: str, env: Mapping[str, str] = os.environ) -> str:
+    """The floating-point type behind a precision: "default" is float64, or float32 with DP_INTERFACE_PREC=low."""
+    if precision != "default":
+        return precision
+    interface = env.get("DP_INTERFACE_PREC", "high").lower()
+    if interface not in ("high", "low"):
+        raise UserError(f'The environment variable DP_INTERFACE_PREC is "{interface}"; expected "high" or "low".')
+    return "float64" if interface == "high" else "float32"
