@@ -1,0 +1,100 @@
+"""Dense layers and nets, as DeePMD-kit defines them.
+
+    y = φ(x·w + b) ⊙ idt + residual,   residual = x if out == in, [x, x] if out == 2·in, else nothing
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32}
+
+
+def silut(x: Tensor, threshold: float = 3.0) -> Tensor:
+    """x·σ(x) below the threshold T, tanh(a(x − T)) + c above it, with value and slope continuous at T."""
+    sigma = 1.0 / (1.0 + math.exp(-threshold))
+    slope, value = sigma * (1.0 + threshold * (1.0 - sigma)), threshold * sigma
+    return torch.where(x < threshold, F.silu(x), torch.tanh(slope * (x - threshold)) + value)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "tanh": torch.tanh,
+    "relu": torch.relu,
+    "relu6": F.relu6,
+    "softplus": F.softplus,
+    "sigmoid": torch.sigmoid,
+    "gelu": partial(F.gelu, approximate="tanh"),
+    "gelu_tf": partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+    "linear": lambda x: x,
+    "none": lambda x: x,
+}
+
+NOT_SMOOTH = ("relu", "relu6", "silut", "custom_silu")  # curves with a kink or a jump in a low derivative
+
+
+def activation(name: str) -> Callable[[Tensor], Tensor]:
+    """The function of a name; silut takes its threshold after a colon: silut:3.0."""
+    name, _, parameter = name.lower().partition(":")
+    if name in ("silut", "custom_silu"):
+        return partial(silut, threshold=float(parameter or 3.0))
+    return ACTIVATIONS[name]
+
+
+class Layer(nn.Module):
+    """One dense layer; initial values w ~ N(0, 1/√(in+out)), b ~ N(0, 1), idt ~ N(0.1, 0.001)."""
+
+    def __init__(
+        self, size_in: int, size_out: int, act: str, resnet: bool, resnet_dt: bool,
+        rng: np.random.Generator, dtype: torch.dtype,
+    ):  # fmt: skip
+        super().__init__()
+        self.activation, self.phi, self.resnet = act, activation(act), resnet
+        self.copies = {size_in: 1, 2 * size_in: 2}.get(size_out, 0) if resnet else 0  # how often x is added
+
+        def normal(mean: float, std: float, *shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.from_numpy(rng.normal(mean, std, shape)).to(dtype))
+
+        self.w = normal(0.0, (size_in + size_out) ** -0.5, size_in, size_out)
+        self.b = normal(0.0, 1.0, size_out)
+        self.idt = normal(0.1, 0.001, size_out) if resnet_dt and self.copies else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.phi(torch.addmm(self.b, x, self.w))
+        if self.idt is not None:
+            y = y * self.idt
+        if self.copies:
+            y = y + (x if self.copies == 1 else torch.cat([x, x], dim=-1))
+        return y
+
+
+class Net(nn.Module):
+    """A chain of layers; with `size_out` a last linear layer without residual follows the hidden ones."""
+
+    def __init__(
+        self, size_in: int, neuron: Sequence[int], act: str, resnet_dt: bool, dtype: torch.dtype,
+        rng: np.random.Generator, size_out: int | None = None,
+    ):  # fmt: skip
+        super().__init__()
+        sizes = [size_in, *neuron]
+        layers = [Layer(a, b, act, True, resnet_dt, rng, dtype) for a, b in zip(sizes, sizes[1:], strict=False)]
+        if size_out is not None:
+            layers.append(Layer(sizes[-1], size_out, "none", False, False, rng, dtype))
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def generator(seed: int | Sequence[int] | None, *place: int) -> np.random.Generator:
+    """A stream of its own for every net of a model; without a seed from the system's entropy."""
+    return np.random.default_rng(None if seed is None else [*place, *np.atleast_1d(seed).tolist()])

@@ -1,0 +1,69 @@
+"""A curve on a table: B-splines of degree 5 on a uniform grid, linear in the node values.
+
+    f(x) ≈ Σ_k B_k(x) C_k ,   C = M⁻¹ f(nodes),   M the fixed collocation matrix
+    on interval b only B_b … B_{b+5} are non-zero, each a polynomial of u = (x − lo)/h − b
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+DEGREE = 5
+WIDTH = DEGREE + 1  # splines that overlap one interval
+
+
+@cache
+def polynomials() -> np.ndarray:
+    """(WIDTH, WIDTH) coefficients, ascending powers of u, of the splines on one interval, by the Cox–de Boor recursion."""
+    w = [np.poly1d([1.0])]
+    for p in range(1, DEGREE + 1):
+        left = [np.poly1d([1.0, p - m]) * w[m - 1] if m > 0 else np.poly1d([0.0]) for m in range(p + 1)]
+        right = [np.poly1d([-1.0, m + 1]) * w[m] if m < p else np.poly1d([0.0]) for m in range(p + 1)]
+        w = [(a + b) / p for a, b in zip(left, right, strict=True)]
+    return np.array([np.pad(q.coeffs[::-1], (0, WIDTH - len(q.coeffs))) for q in w])
+
+
+@dataclass(frozen=True)
+class Grid:
+    """K splines over [lo, hi]; the same grid serves every net of a model."""
+
+    lo: float
+    hi: float
+    K: int
+
+    @property
+    def h(self) -> float:
+        return (self.hi - self.lo) / (self.K - DEGREE)
+
+    def nodes(self) -> np.ndarray:
+        """(K,) break points, and the mid-points of the two outer intervals at both ends."""
+        n = self.K - DEGREE
+        return self.lo + self.h * np.sort(np.r_[np.arange(n + 1.0), 0.5, 1.5, n - 1.5, n - 0.5])
+
+    def weights(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Interval (E,), values and slopes (E, WIDTH) of the splines that are not zero at x (E,)."""
+        z = (x - self.lo) / self.h
+        b = z.floor().clamp(0, self.K - DEGREE - 1)
+        powers = (z - b)[:, None] ** torch.arange(WIDTH, device=x.device)  # (E, WIDTH)
+        value = torch.as_tensor(polynomials(), dtype=x.dtype, device=x.device)
+        slope = torch.zeros_like(value)
+        slope[:, :-1] = value[:, 1:] * torch.arange(1.0, WIDTH, dtype=x.dtype, device=x.device) / self.h
+        return b.long(), powers @ value.T, powers @ slope.T
+
+    def collocation_inverse(self) -> np.ndarray:
+        """(K, K) M⁻¹ with M_nk = B_k(node n)."""
+        b, value, _ = self.weights(torch.from_numpy(self.nodes()))
+        M = np.zeros((self.K, self.K))
+        M[np.arange(self.K)[:, None], b.numpy()[:, None] + np.arange(WIDTH)] = value.numpy()
+        return np.linalg.inv(M)
+
+    def interpolate(self, coefficients: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Value and slope (E, M) at x (E,) from C (K, M)."""
+        b, value, slope = self.weights(x)
+        rows = coefficients[b[:, None] + torch.arange(WIDTH, device=x.device)]  # (E, WIDTH, M)
+        return (value[:, :, None] * rows).sum(1), (slope[:, :, None] * rows).sum(1)
