@@ -1,0 +1,141 @@
+"""Checkpoints: one safetensors file that holds a run whole, tensors and (as JSON in its header) everything else. No pickle.
+
+    <save_ckpt>-<step>.safetensors     model/<name>, optimizer/exp_avg/<name>, optimizer/exp_avg_sq/<name>
+    <save_ckpt>.safetensors            link to the newest
+    checkpoint                         text: the name of the newest
+
+A file is written under a temporary name, flushed to the disk and renamed, so a name always stands for a whole file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from allforce.errors import UserError
+
+SUFFIX = ".safetensors"
+FORMAT, VERSION = "allforce checkpoint", 1
+NEWEST = "checkpoint"  # the text file that names the newest one
+
+
+@dataclass
+class Checkpoint:
+    """`meta` has step, model (the normalised model section with sel as numbers), and what else the trainer put in."""
+
+    tensors: dict[str, Tensor]
+    meta: dict[str, Any]
+    path: Path | None = None
+
+    @property
+    def step(self) -> int:
+        return int(self.meta["step"])
+
+    def part(self, prefix: str) -> dict[str, Tensor]:
+        """The tensors below `prefix/`, without it."""
+        return {k.removeprefix(prefix + "/"): v for k, v in self.tensors.items() if k.startswith(prefix + "/")}
+
+
+def write(path: Path, checkpoint: Checkpoint) -> None:
+    """Write whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    header = {"allforce": json.dumps({"format": FORMAT, "version": VERSION, **checkpoint.meta})}
+    tensors = {k: v.detach().cpu().contiguous().clone() for k, v in checkpoint.tensors.items()}
+    try:
+        save_file(tensors, temporary, metadata=header)
+        _flush(temporary)
+        os.replace(temporary, path)
+        _flush(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read(path: str | Path) -> Checkpoint:
+    """Read a checkpoint; a file that is truncated or something else is a UserError."""
+    path = Path(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = (file.metadata() or {}).get("allforce")
+            tensors = {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118 - safe_open is no dict
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"{path}: this checkpoint cannot be read, it is damaged or not a checkpoint ({error}). "
+            "Take an earlier one of the same run."
+        ) from None
+    if header is None:
+        raise UserError(f"{path}: a safetensors file, but not a checkpoint of allforce. Give one that `dp train` wrote.")
+    meta = json.loads(header)
+    if meta.get("version", 0) > VERSION:
+        raise UserError(f"{path}: checkpoint of version {meta['version']}, this program reads up to {VERSION}. Install a newer one.")
+    return Checkpoint(tensors, meta, path)
+
+
+def find(name: str | Path) -> Path:
+    """The file meant by a file name, a prefix (model.ckpt) or a directory that has a file `checkpoint`."""
+    path = Path(name)
+    if path.is_file():
+        return path
+    if path.is_dir():
+        if not (path / NEWEST).is_file():
+            raise UserError(f"{path}: no file `{NEWEST}` in this directory, so it has no newest checkpoint. Give a file or a prefix.")
+        found = path / (path / NEWEST).read_text().strip()
+        if not found.is_file():
+            raise UserError(f"{path / NEWEST}: names {found.name}, which does not exist. Give an existing file or a prefix.")
+        return found
+    candidates = [path.with_name(path.name + suffix) for suffix in (SUFFIX, ".pt")]
+    candidates += [p for _, p in numbered(path)[::-1]]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    raise UserError(
+        f"{path}: no such checkpoint. Looked for this file, for {path.name}{SUFFIX} and for {path.name}-<step>{SUFFIX} "
+        f"in {path.parent.absolute()}."
+    )
+
+
+def numbered(prefix: Path) -> list[tuple[int, Path]]:
+    """(step, file) of all checkpoints of a prefix, by step."""
+    pattern = re.compile(re.escape(prefix.name) + r"-(\d+)" + re.escape(SUFFIX))
+    names = os.listdir(prefix.parent) if prefix.parent.is_dir() else []
+    return sorted((int(m[1]), prefix.parent / m[0]) for m in map(pattern.fullmatch, names) if m)
+
+
+def save(prefix: Path, checkpoint: Checkpoint, keep: int) -> Path:
+    """Write <prefix>-<step>, point the link and `checkpoint` at it, remove the oldest beyond `keep`."""
+    path = prefix.with_name(f"{prefix.name}-{checkpoint.step}{SUFFIX}")
+    write(path, checkpoint)
+    link = prefix.with_name(prefix.name + SUFFIX)
+    temporary = link.with_name(f".{link.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(path.name)
+    os.replace(temporary, link)
+    for folder in {Path.cwd(), prefix.parent.absolute()}:  # where `dp freeze` and `dp train --restart .` look
+        _write_text(folder / NEWEST, os.path.relpath(path, folder))
+    # files of later steps belong to another run in the same place: not ours to remove
+    ours = [p for step, p in numbered(prefix) if step <= checkpoint.step]
+    for old in ours[: -max(keep, 1)]:
+        old.unlink(missing_ok=True)
+    return path
+
+
+def _write_text(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

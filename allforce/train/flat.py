@@ -1,0 +1,94 @@
+"""All trainable parameters as one flat tensor, all their gradients as one buffer.
+
+    wire = [ gradients of all parameters | metric sums ]          one collective a step sends it whole
+
+The model's parameters are views of the flat tensor, so the optimizer is one fused call on one tensor (one for each dtype, should a
+model mix them) and a step has no Python loop over parameters.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from allforce.distributed.comm import Comm
+
+WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class FlatParameters:
+    """The trainable parameters of a model, their gradients, and room for `n_sums` numbers that ride along."""
+
+    def __init__(self, model: nn.Module, n_sums: int, precision: str | None = None):
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        dtypes = sorted({p.dtype for _, p in named}, key=lambda d: -d.itemsize)
+        named.sort(key=lambda item: dtypes.index(item[1].dtype))  # stable: one contiguous stretch for each dtype
+        self.names = [name for name, _ in named]
+        self.parameters = [p for _, p in named]
+        sizes = [p.numel() for p in self.parameters]
+        self.size = sum(sizes)
+        device = self.parameters[0].device
+        self.wire = torch.zeros(self.size + n_sums, dtype=dtypes[0], device=device)
+        self.gradient, self.sums = self.wire[: self.size], self.wire[self.size :]
+        self._gradients = self._views(self.gradient, self.parameters)
+        self._send = self.wire.to(WIRE_DTYPES[precision]) if precision else self.wire
+        self.flat: list[nn.Parameter] = []
+        for dtype in dtypes:
+            group = [p for p in self.parameters if p.dtype == dtype]
+            flat = nn.Parameter(torch.cat([p.detach().reshape(-1) for p in group]))
+            for parameter, view in zip(group, self._views(flat.detach(), group), strict=True):
+                parameter.data = view
+            self.flat.append(flat)
+
+    @staticmethod
+    def _views(flat: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
+        pieces = flat.split([p.numel() for p in parameters])
+        return [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)]
+
+    def differentiate(self, loss: Tensor, sums: Tensor, scale: float, first: bool) -> None:
+        """Set (first) or add scale·∂loss/∂parameters and the metric sums of one micro-batch.
+
+        The gradient of a micro-batch is complete before it is added, so that two workers with one micro-batch each and one worker
+        with two add the same two numbers.
+        """
+        weight = torch.full_like(loss, scale)
+        gradients = torch.autograd.grad(loss, self.parameters, weight, materialize_grads=True)
+        if first:
+            torch._foreach_copy_(self._gradients, gradients)
+            self.sums.copy_(sums)
+        else:
+            torch._foreach_add_(self._gradients, gradients)
+            self.sums.add_(sums)
+
+    def reduce_start(self, comm: Comm):
+        """Begin to add up the buffers of all workers: the one collective of a step."""
+        if self._send is not self.wire and comm.size > 1:
+            self._send.copy_(self.wire)
+            return comm.all_reduce_start(self._send)
+        return comm.all_reduce_start(self.wire)
+
+    def reduce_finish(self, work, comm: Comm) -> None:
+        work.wait()
+        if self._send is not self.wire and comm.size > 1:
+            self.wire.copy_(self._send)
+
+    def clip(self, max_norm: float) -> None:
+        """g ← g·min(1, max_norm/|g|), on the device, nothing is waited for."""
+        norm = torch.linalg.vector_norm(self.gradient)
+        self.gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+
+    def hand_over(self) -> None:
+        """Give the optimizer its gradients: slices of the buffer, cast only where the model mixes dtypes."""
+        offset = 0
+        for flat in self.flat:
+            flat.grad = self.gradient[offset : offset + flat.numel()].to(flat.dtype)
+            offset += flat.numel()
+
+    def split(self, per_flat: list[Tensor]) -> dict[str, Tensor]:
+        """Tensors shaped like the flat ones (the optimizer's moments) by parameter name."""
+        views: list[Tensor] = []
+        rest = list(self.parameters)
+        for tensor, flat in zip(per_flat, self.flat, strict=True):
+            group = [p for p in rest if p.dtype == flat.dtype]
+            views += self._views(tensor, group)
+        return dict(zip(self.names, views, strict=True))
