@@ -1,0 +1,1 @@
+"""Data: files → systems → data set → order of micro-batches → batches."""

@@ -26,9 +26,27 @@ class Frame:
     labels: dict[str, np.ndarray] = field(default_factory=dict)  # what the data has, see LABELS
     fparam: np.ndarray | None = None  # (numb_fparam,)
     aparam: np.ndarray | None = None  # (n, numb_aparam)
+    order: np.ndarray | None = None  # (n,) place of each atom in the file when it was sorted, None when as in the file
+    nfile: int | None = None  # atoms in the file when virtual ones were left out, None when n
+
+    def by_type(self) -> Frame:
+        """The frame without virtual atoms, atoms sorted by type (stable); `order` and `nfile` remember the file."""
+        order = np.argsort(self.type, kind="stable")
+        order = order[np.count_nonzero(self.type < 0) :]  # virtual atoms, type -1, come first
+        if len(order) == len(self.type) and (np.diff(order) == 1).all():
+            return self
+        return replace(
+            self,
+            coord=self.coord[order],
+            type=self.type[order],
+            labels={k: v[order] if LABELS[k][0] else v for k, v in self.labels.items()},
+            aparam=None if self.aparam is None else self.aparam[order],
+            order=order if self.order is None else self.order[order],
+            nfile=len(self.type) if self.nfile is None else self.nfile,
+        )
 
 
-# name -> (per atom?, width): energy (1,) per frame, force (n, 3), virial (9,) ...
+# name -> (per atom?, width): of a frame energy (1,), force (n, 3), virial (9,), atom_ener (n, 1), ...
 LABELS: dict[str, tuple[bool, int]] = {
     "energy": (False, 1),
     "force": (True, 3),
@@ -58,7 +76,7 @@ class Batch:
     natoms: Tensor  # (B,) float64 real atoms of each frame
     type_counts: tuple[int, ...]  # (nt,) atoms of each type: plain ints, so that slicing never waits for a device
     coord: Tensor  # (N, 3) float64
-    cell: Tensor | None  # (B, 3, 3) float64
+    cell: Tensor | None  # (B, 3, 3) float64, zeros for a frame that is not periodic; None when no frame is
     edges: Edges
     order: Tensor  # (N,) int64 place of each atom in the frames' concatenated files' order, to put results back
     labels: dict[str, Tensor]  # energy (B,), force (N, 3), virial (B, 9), atom_ener (N,), ...; only what the data has

@@ -1,0 +1,125 @@
+"""Arrays on disk, one row per frame, read a row at a time: .npy files (memory-mapped) and HDF5 datasets.
+
+Opening looks at the header only, and the number of files held open is bounded, so that neither 50 GB of data nor tens of
+thousands of small systems are a burden.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+import h5py
+import numpy as np
+
+from allforce.errors import UserError
+
+OPEN_FILES = 256  # memory maps kept open; each holds a file descriptor
+
+
+class DiskArray(Protocol):
+    """An array on disk. `where` names it in messages."""
+
+    @property
+    def where(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    def read(self) -> np.ndarray: ...  # all of it
+    def row(self, k: int) -> np.ndarray: ...
+
+
+@dataclass(frozen=True, slots=True)
+class NpyArray:
+    where: str
+    shape: tuple[int, ...]
+    dtype: str
+    fortran: bool
+    offset: int
+    stamp: int  # time of last change: a rewritten file is mapped anew
+
+    def read(self) -> np.ndarray:
+        return _memory_map(self)
+
+    def row(self, k: int) -> np.ndarray:
+        return _memory_map(self)[k]
+
+
+def open_npy(path: str) -> NpyArray:
+    """Read the header of a .npy file, and compare the size of the file with it."""
+    try:
+        with open(path, "rb", buffering=0) as f:
+            stat = os.fstat(f.fileno())
+            head = f.read(128)  # nearly always the whole header
+            size = _header_size(head)
+            head += f.read(size - len(head)) if size > len(head) else b""
+        shape, fortran, dtype = _parse_header(head[:size])
+    except (OSError, ValueError, struct.error) as error:
+        raise UserError(f"{path}: cannot be read as a .npy file ({error}). Write it with numpy.save") from None
+    if dtype.kind not in "fiub":
+        raise UserError(f"{path}: holds numbers of type {dtype}. Expected real numbers, written with numpy.save")
+    expected = size + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+    if stat.st_size < expected:
+        raise UserError(
+            f"{path}: the file is truncated. Its header promises shape {shape}, {expected} bytes, but it has "
+            f"{stat.st_size} bytes. Copy or write it again"
+        )
+    return NpyArray(path, shape, dtype.str, fortran, size, stat.st_mtime_ns)
+
+
+def _header_size(head: bytes) -> int:
+    if head[:6] != b"\x93NUMPY":
+        raise ValueError("it does not begin with the magic string of .npy files")
+    size = struct.unpack("<H", head[8:10])[0] + 10 if head[6] == 1 else struct.unpack("<I", head[8:12])[0] + 12
+    return size
+
+
+@lru_cache(maxsize=1024)  # many systems share the shapes of their files
+def _parse_header(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype]:
+    f = io.BytesIO(head)
+    version = np.lib.format.read_magic(f)
+    read: Any = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    return read(f)
+
+
+@lru_cache(maxsize=OPEN_FILES)
+def _memory_map(array: NpyArray) -> np.ndarray:
+    if 0 in array.shape:
+        return np.empty(array.shape, array.dtype)
+    order: Any = "F" if array.fortran else "C"
+    try:
+        return np.memmap(array.where, array.dtype, "r", array.offset, array.shape, order).view(np.ndarray)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{array.where}: cannot be read any more ({error})") from None
+
+
+@dataclass(frozen=True, slots=True)
+class H5Array:
+    file: str
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def where(self) -> str:
+        return f"{self.file}#{self.name}"
+
+    def read(self) -> np.ndarray:
+        return self.row(())
+
+    def row(self, k: Any) -> np.ndarray:
+        try:
+            return h5_file(self.file)[self.name][k]
+        except (OSError, KeyError) as error:
+            raise UserError(f"{self.where}: cannot be read ({error})") from None
+
+
+@lru_cache(maxsize=16)
+def h5_file(path: str) -> h5py.File:
+    """An HDF5 file open for reading. h5py serialises access by a lock of its own."""
+    try:
+        return h5py.File(path, "r")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be opened as an HDF5 file ({error})") from None

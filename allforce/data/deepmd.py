@@ -1,0 +1,250 @@
+"""Systems in DeePMD-kit's own layout: a directory (deepmd/npy), or a group of an HDF5 file (deepmd/hdf5).
+
+    sys/type.raw            types of the atoms, numbers from 0
+    sys/type_map.raw        names of the types (optional)
+    sys/nopbc               present: not periodic
+    sys/set.*/coord.npy     (frames, 3·natoms)      box.npy (frames, 9)
+    sys/set.*/energy.npy    force.npy virial.npy atom_ener.npy atom_pref.npy fparam.npy aparam.npy … where there are such
+    sys/set.*/real_atom_types.npy   (frames, natoms): mixed_type, the types differ from frame to frame, -1 is a virtual atom
+
+An HDF5 file has the same tree, with groups for directories and datasets for files; it is written file.h5#/group.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Protocol
+
+import h5py
+import numpy as np
+
+from allforce.data.arrays import DiskArray, H5Array, h5_file, open_npy
+from allforce.data.batch import LABELS, Frame
+from allforce.data.system import System, check_finite
+from allforce.errors import UserError
+
+
+class Tree(Protocol):
+    """What is read of a directory or an HDF5 group."""
+
+    name: str
+
+    def words(self, name: str) -> list[str] | None: ...  # of type.raw, type_map.raw; None when absent
+    def has(self, name: str) -> bool: ...
+    def sets(self) -> list[str]: ...  # sorted names of set.*
+    def arrays(self, set_name: str) -> dict[str, DiskArray]: ...  # file name without .npy -> array
+
+
+class Folder:
+    def __init__(self, path: str):
+        self.name = path
+        try:
+            self.entries = set(os.listdir(path))
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+
+    def words(self, name: str) -> list[str] | None:
+        if name not in self.entries:
+            return None
+        try:
+            with open(os.path.join(self.name, name), encoding="utf-8") as f:
+                return f.read().split()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{self.name}/{name}: cannot be read ({error})") from None
+
+    def has(self, name: str) -> bool:
+        return name in self.entries
+
+    def sets(self) -> list[str]:
+        return sorted(x for x in self.entries if x.startswith("set."))
+
+    def arrays(self, set_name: str) -> dict[str, DiskArray]:
+        path = os.path.join(self.name, set_name)
+        try:
+            files = os.listdir(path)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+        return {
+            f[:-4]: open_npy(os.path.join(path, f)) for f in files if f.endswith(".npy") and _canonical(f[:-4]) in USED
+        }
+
+
+class Group:
+    def __init__(self, file: str, group: str):
+        self.file, self.group = file, group
+        self.name = f"{file}#{group}"
+
+    def _here(self) -> h5py.Group:
+        return h5_file(self.file)[self.group]
+
+    def words(self, name: str) -> list[str] | None:
+        if name not in self._here():
+            return None
+        values = np.atleast_1d(self._here()[name][()]).ravel().tolist()
+        return [v.decode() if isinstance(v, bytes) else str(v) for v in values]
+
+    def has(self, name: str) -> bool:
+        return name in self._here()
+
+    def sets(self) -> list[str]:
+        return sorted(x for x in self._here() if x.startswith("set."))
+
+    def arrays(self, set_name: str) -> dict[str, DiskArray]:
+        group = self._here()[set_name]
+        return {
+            n[:-4]: H5Array(self.file, d.name, d.shape)
+            for n, d in group.items()
+            if n.endswith(".npy") and _canonical(n[:-4]) in USED
+        }
+
+
+def _canonical(name: str) -> str:
+    """atomic_X and atom_X are one name; upstream tries atom_X first."""
+    return "atom_" + name[7:] if name.startswith("atomic_") else name
+
+
+USED = {"coord", "box", "fparam", "aparam", "numb_copy", "real_atom_types", *LABELS}
+
+
+class DeepmdSystem(System):
+    """One system of this layout. Only headers are read when it is opened."""
+
+    def __init__(self, tree: Tree):
+        self.name = tree.name
+        self.types = self._types(tree)
+        self.natoms = len(self.types)
+        self.type_names = tree.words("type_map.raw")
+        self.periodic = not tree.has("nopbc")
+        names = tree.sets()
+        if not names:
+            raise UserError(f"{self.name}: has no directory set.000, set.001, … with the frames")
+        self.sets = [Set(f"{self.name}/{n}", tree.arrays(n), self.natoms, self.periodic) for n in names]
+        self._agree(names)
+        self.starts = np.cumsum([0] + [s.nframes for s in self.sets])  # (sets + 1,)
+        self.nframes = int(self.starts[-1])
+        if self.nframes == 0:
+            raise UserError(f"{self.name}: has zero frames. Leave the system out, or add frames to its coord.npy")
+
+    def _types(self, tree: Tree) -> np.ndarray:
+        words = tree.words("type.raw")
+        if words is None:
+            raise UserError(f"{self.name}: type.raw is missing, the file with the type of every atom")
+        try:
+            types = np.array(words, dtype=np.int64)
+        except ValueError:
+            raise UserError(f"{self.name}/type.raw: expected whole numbers, one per atom, found {words[:8]}") from None
+        if len(types) == 0:
+            raise UserError(f"{self.name}/type.raw: is empty. Expected the type of every atom")
+        return types
+
+    def _agree(self, names: list[str]) -> None:
+        """All sets must have the same labels and parameters: a batch may take frames of several."""
+        first = self.sets[0]
+        for name, s in zip(names, self.sets, strict=True):
+            if s.kinds != first.kinds:
+                differ = ", ".join(sorted(f"{n}.npy" for n in s.kinds.keys() ^ first.kinds.keys()))
+                what = f"only one of them has {differ}" if differ else f"widths {s.kinds} and {first.kinds}"
+                raise UserError(
+                    f"{self.name}: {names[0]} and {name} do not have the same files: {what}. "
+                    "Put sets with different labels into systems of their own"
+                )
+        self.mixed = "real_atom_types" in first.kinds
+        self.label_names = frozenset(first.kinds) & frozenset(LABELS)
+        self.fparam_width = first.kinds.get("fparam", 0)
+        self.aparam_width = first.kinds.get("aparam", 0) // self.natoms
+
+    def frame(self, k: int) -> Frame:
+        n = int(np.searchsorted(self.starts, k, side="right")) - 1
+        s, k_set = self.sets[n], k - int(self.starts[n])
+
+        def read(name: str) -> np.ndarray:
+            value = s.row(name, k_set)
+            return check_finite(np.array(value, dtype=np.float64), s.name, f"{name}.npy", k_set).ravel()
+
+        if self.mixed:
+            types = self._map(s.row("real_atom_types", k_set).ravel().astype(np.int64), f", frame {k}")
+        else:
+            types = self.model_types
+        labels = {name: self._label(name, read(name), s.name, k_set) for name in self.label_names}
+        return Frame(
+            coord=read("coord").reshape(-1, 3),
+            type=types,
+            cell=read("box").reshape(3, 3) if self.periodic else None,
+            labels=labels,
+            fparam=read("fparam") if self.has_fparam else None,
+            aparam=read("aparam").reshape(self.natoms, -1) if self.has_aparam else None,
+        )
+
+    def _label(self, name: str, value: np.ndarray, where: str, k: int) -> np.ndarray:
+        per_atom, width = LABELS[name]
+        if name == "atom_pref" and value.size == 3 * self.natoms:  # the form of DeePMD-kit's PyTorch side
+            value = value.reshape(-1, 3)
+            if (value != value[:, :1]).any():
+                raise UserError(f"{where}: atom_pref.npy of frame {k} has different weights for x, y, z of an atom")
+            value = value[:, 0]
+        return value.reshape(-1, width) if per_atom else value
+
+
+class Set:
+    """The arrays of one set directory, with their widths checked."""
+
+    def __init__(self, name: str, arrays: dict[str, DiskArray], natoms: int, periodic: bool):
+        self.name = name
+        for spelled in [x for x in arrays if x.startswith("atomic_")]:
+            arrays.setdefault(_canonical(spelled), arrays.pop(spelled))
+        if "coord" not in arrays:
+            raise UserError(f"{name}: coord.npy is missing")
+        if periodic and "box" not in arrays:
+            raise UserError(
+                f"{name}: box.npy is missing. Give the cell of every frame, or, when the system is not periodic, "
+                "put an empty file called nopbc next to type.raw"
+            )
+        if not periodic:
+            arrays.pop("box", None)
+        coord = arrays["coord"]
+        rows = 1 if len(coord.shape) == 1 else coord.shape[0]
+        self.arrays = arrays
+        self.kinds = {x: _width(x, a, rows, natoms) for x, a in arrays.items()}  # name -> numbers of a frame
+        self.copies = self._copies(rows)
+        self.nframes = rows if self.copies is None else len(self.copies)
+
+    def _copies(self, rows: int) -> np.ndarray | None:
+        """Stored row of each frame where numb_copy.npy repeats some, else None."""
+        self.kinds.pop("numb_copy", None)
+        array = self.arrays.pop("numb_copy", None)
+        if array is None:
+            return None
+        count = np.asarray(array.read()).ravel()
+        if (count < 0).any() or (count != np.round(count)).any():
+            raise UserError(f"{array.where}: expected whole numbers >= 0, how often each frame counts")
+        return np.repeat(np.arange(rows), count.astype(np.int64))
+
+    def row(self, name: str, k: int) -> np.ndarray:
+        array = self.arrays[name]
+        k = k if self.copies is None else int(self.copies[k])
+        whole = len(array.shape) == 1 and array.shape[0] == self.kinds[name] != 1  # one frame, written without its axis
+        return array.read() if whole else array.row(k)
+
+
+def _width(name: str, array: DiskArray, rows: int, natoms: int) -> int:
+    """Numbers of a frame in an array, which must have `rows` frames and the right width."""
+    shape = array.shape
+    if rows == 1 and len(shape) == 1:
+        found, width = 1, shape[0]
+    else:
+        found, width = (shape[0] if shape else 0), int(np.prod(shape[1:], dtype=np.int64))
+    per_atom, each = LABELS.get(name, (False, 0))
+    allowed = {
+        "coord": [3 * natoms],
+        "box": [9],
+        "numb_copy": [1],
+        "real_atom_types": [natoms],
+        "atom_pref": [natoms, 3 * natoms],
+        "fparam": [width],
+        "aparam": [width if width % natoms == 0 and width > 0 else natoms],
+    }.get(name, [each * natoms if per_atom else each])
+    if found != rows or width not in allowed:
+        expected = " or ".join(f"({rows}, {w})" for w in allowed)
+        note = f"{rows} frames as in coord.npy" if name != "coord" else f"3 × {natoms} atoms of type.raw"
+        raise UserError(f"{array.where}: has shape {shape}, expected {expected}: {note}")
+    return width

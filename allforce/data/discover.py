@@ -1,0 +1,146 @@
+"""From the entries of `systems` in the input to open systems.
+
+An entry is a directory (with every system below it), an HDF5 file or group (file.h5#/group, with every system below it), or
+any other file, which ASE then reads.
+"""
+
+from __future__ import annotations
+
+import os
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath
+from typing import TypeVar
+
+import h5py
+
+from allforce.data.arrays import h5_file
+from allforce.data.deepmd import DeepmdSystem, Folder, Group
+from allforce.data.system import System, adopt_type_map
+from allforce.errors import UserError
+
+ITEM = TypeVar("ITEM")
+FILES = (".h5", ".hdf5", ".xyz", ".extxyz", ".traj")  # files, besides directories, that rglob_patterns may find
+
+
+def open_systems(
+    entries: str | list[str],
+    type_map: list[str] | None,
+    rglob_patterns: list[str] | None = None,
+    rank: int = 0,
+    size: int = 1,
+) -> list[System]:
+    """All systems that the entries name, types numbered by type_map, or, when None, by what the data itself says.
+
+    With size > 1 (sharding "partition") only the share of this rank is opened.
+    """
+    places = find_systems(entries, rglob_patterns)
+    if size > 1:
+        if not type_map:
+            raise UserError("sharding 'partition' needs model.type_map, because no worker opens all systems")
+        if size > len(places):
+            raise UserError(
+                f"sharding 'partition' deals {len(places)} system(s) to {size} workers: some would have none. "
+                "Use at most as many workers as systems, or sharding 'global'"
+            )
+        places = partition(places, rank, size)
+    systems = [system for place in places for system in open_place(place)]
+    type_map = type_map or adopt_type_map(systems)
+    for system in systems:
+        system.use_type_map(type_map)
+    return systems
+
+
+def partition(items: list[ITEM], rank: int, size: int) -> list[ITEM]:
+    """The contiguous share of a rank; the first len % size ranks have one more."""
+    q, r = divmod(len(items), size)
+    return items[rank * q + min(rank, r) : (rank + 1) * q + min(rank + 1, r)]
+
+
+def open_place(place: str) -> list[System]:
+    """The system(s) at one place of find_systems."""
+    file, _, group = place.partition("#")
+    if os.path.isdir(place):
+        return [DeepmdSystem(Folder(place))]
+    if h5py.is_hdf5(file):
+        return [DeepmdSystem(Group(file, group or "/"))]
+    from allforce.data.ase import read_ase  # ASE's readers are slow to import
+
+    return list(read_ase(place))
+
+
+def find_systems(entries: str | list[str], rglob_patterns: list[str] | None = None) -> list[str]:
+    """Directories, file#/group and files that hold a system: below each entry in sorted order, then the entry itself."""
+    found: list[str] = []
+    for entry in [entries] if isinstance(entries, str) else entries:
+        here = _find(str(entry), rglob_patterns)
+        if not here:
+            how = f" that matches {rglob_patterns}" if rglob_patterns else ""
+            raise UserError(
+                f"systems: no system found in {entry!r}{how}. A system is a directory (or a group of an HDF5 file) with "
+                "type.raw and set.000/coord.npy, or a file that ASE reads"
+            )
+        found += here
+    if not found:
+        raise UserError("systems: the list is empty. Name at least one system")
+    return found
+
+
+def _find(entry: str, patterns: list[str] | None) -> list[str]:
+    file, _, group = entry.partition("#")
+    if os.path.isdir(entry):
+        return _match_folder(entry, patterns) if patterns else _walk(entry)
+    if not os.path.isfile(file) and not os.path.isfile(entry):
+        raise UserError(f"systems: {entry!r} does not exist (looked for it from {os.getcwd()})")
+    if os.path.isfile(file) and h5py.is_hdf5(file):
+        return _walk_h5(file, group or "/", patterns)
+    return [entry]
+
+
+def _walk(root: str) -> list[str]:
+    """Directories with type.raw below root, sorted, then root itself. Links are followed, rings of them are not."""
+    found: list[str] = []
+    seen: set[tuple[int, int]] = set()
+
+    def visit(path: str) -> None:
+        stat = os.stat(path)
+        if (stat.st_dev, stat.st_ino) in seen:
+            return
+        seen.add((stat.st_dev, stat.st_ino))
+        with os.scandir(path) as entries:
+            inside = sorted(entries, key=lambda e: e.name)
+        for e in inside:
+            if not e.name.startswith("set.") and e.is_dir():
+                visit(e.path)
+        if any(e.name == "type.raw" for e in inside):
+            found.append(path)
+
+    visit(root)
+    return found
+
+
+def _match_folder(root: str, patterns: list[str]) -> list[str]:
+    matches = {p for pattern in patterns for p in Path(root).rglob(pattern)}
+    return sorted(str(p) for p in matches if (p / "type.raw").is_file() or (p.suffix in FILES and p.is_file()))
+
+
+def _walk_h5(file: str, group: str, patterns: list[str] | None) -> list[str]:
+    root = h5_file(file)
+    if group not in root:
+        raise UserError(f"systems: the HDF5 file {file} has no group {group!r}. It has {sorted(root)[:20]}")
+    found: list[str] = []
+
+    def visit(here: h5py.Group) -> None:
+        for name in sorted(here):
+            if not name.startswith("set.") and here.get(name, getclass=True) is h5py.Group:
+                visit(here[name])
+        if "type.raw" in here and (patterns is None or _match(here.name, group, patterns)):
+            found.append(f"{file}#{here.name}")
+
+    visit(root[group])
+    return found
+
+
+def _match(name: str, root: str, patterns: list[str]) -> bool:
+    path = PurePosixPath(name)
+    below = str(path.relative_to(root)) if path.is_relative_to(root) else name
+    return any(fnmatch(below, p) or fnmatch(path.name, p) for p in patterns)

@@ -1,0 +1,75 @@
+"""Neighbour pairs within a cutoff, periodic images included, by the library vesin.
+
+Edge vector r_e = r_j - r_i + S·H (neighbour minus centre). Any cell: smaller than the cutoff (an atom then sees its own
+images), triclinic, left-handed, none at all. Atoms may lie anywhere, in or far outside the cell.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+from vesin import NeighborList
+
+from allforce.errors import UserError
+
+TOUCHING = 1e-3  # Å: closer than this, two atoms are on one place
+
+_calculators = threading.local()  # a vesin calculator keeps its buffers and must not be shared by threads
+
+
+def _calculator(rcut: float, threads: int) -> NeighborList:
+    cache = _calculators.__dict__.setdefault("cache", {})
+    if (rcut, threads) not in cache:
+        cache[rcut, threads] = NeighborList(cutoff=rcut, full_list=True, sorted=True, n_threads=threads)
+    return cache[rcut, threads]
+
+
+def neighbor_list(
+    coord: np.ndarray, cell: np.ndarray | None, rcut: float, threads: int = 1
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """All pairs with |r| <= rcut: i (E,) int32 ascending, j (E,) int32, r (E, 3) float64.
+
+    coord (n, 3); cell (3, 3) with rows as lattice vectors, or None when not periodic.
+    """
+    coord = np.ascontiguousarray(coord, dtype=np.float64).reshape(-1, 3)
+    if len(coord) == 0:
+        return np.empty(0, np.int32), np.empty(0, np.int32), np.empty((0, 3))
+    box = np.zeros((3, 3)) if cell is None else np.ascontiguousarray(cell, dtype=np.float64).reshape(3, 3)
+    if cell is not None and abs(np.linalg.det(box)) < 1e-9:
+        raise UserError(f"the cell {box.tolist()} has no volume: its three vectors must be independent")
+    pairs, r = _calculator(float(rcut), threads).compute(coord, box, cell is not None, "PD", copy=False)
+    return pairs[:, 0].astype(np.int32), pairs[:, 1].astype(np.int32), r
+
+
+def check_distances(i: np.ndarray, j: np.ndarray, r: np.ndarray, where: str, order: np.ndarray | None = None) -> float:
+    """The smallest distance (inf without pairs); two atoms on one place are an error. `order` gives the file's numbers."""
+    if len(r) == 0:
+        return np.inf
+    d2 = np.einsum("ea,ea->e", r, r)
+    closest = int(d2.argmin())
+    d = float(np.sqrt(d2[closest]))
+    if d < TOUCHING:
+        a, b = (int(x[closest] if order is None else order[x[closest]]) for x in (i, j))
+        raise UserError(
+            f"{where}: atoms {a} and {b} (counted from 0) are on one place, {d:.1e} Å apart. "
+            f"Expected at least {TOUCHING} Å: remove the frame or one of the atoms, and check the units and the box"
+        )
+    return d
+
+
+def limit_to_sel(
+    i: np.ndarray, j: np.ndarray, r: np.ndarray, type: np.ndarray, sel: list[int] | np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    """The nearest sel[t] neighbours of each centre and neighbour type t, in the order given, and the number dropped."""
+    sel = np.asarray(sel, dtype=np.int64)
+    group = i * np.int64(len(sel)) + type[j]  # (E,) one number per centre and neighbour type
+    count = np.bincount(group, minlength=len(type) * len(sel)).reshape(-1, len(sel))
+    if (count <= sel).all():
+        return i, j, r, 0
+    order = np.lexsort((np.einsum("ea,ea->e", r, r), group))  # by group, then by distance
+    first = np.cumsum(count.ravel()) - count.ravel()
+    rank = np.empty(len(i), dtype=np.int64)
+    rank[order] = np.arange(len(i)) - first[group[order]]
+    keep = rank < sel[type[j]]
+    return i[keep], j[keep], r[keep], int(len(i) - keep.sum())
