@@ -1,0 +1,1 @@
+"""The input file: schema, reading, normalised form, reference."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Field
 
+from allforce.config.section import Section, Words, key
 from allforce.errors import UserError
 
 
@@ -33,53 +33,30 @@ Seed = NonNegative | list[NonNegative] | None
 Pair = Annotated[list[NonNegative], Field(min_length=2, max_length=2)]
 Name = Annotated[str, Field(min_length=1)]
 Precision = Literal["default", "float32", "float64"]
-Sel = Annotated[str, Field(pattern=r"^auto(:\d+(\.\d*)?)?$")] | list[NonNegative]
-BatchSize = Positive | list[Positive] | Annotated[str, Field(pattern=r"^(auto|(auto|max|filter|mixed):[1-9]\d*)$")]
+Sel = Annotated[str, Field(pattern=r"^auto(:\d+(\.\d*)?)?$"), Words('"auto" or "auto:1.1"')] | list[NonNegative]
+BatchForm = Annotated[
+    str,
+    Field(pattern=r"^(auto|(auto|max|filter|mixed):[1-9]\d*)$"),
+    Words('"auto" or "auto:N", "max:N", "filter:N", "mixed:N" with an integer N'),
+]
+BatchSize = Positive | list[Positive] | BatchForm
+ACTIVATIONS = (
+    '"tanh", "relu", "relu6", "softplus", "sigmoid", "gelu", "gelu_tf", "silu", "silut", "silut:T", "linear" or "none"'
+)
 Activation = Annotated[
     str,
     BeforeValidator(_lower),
     Field(pattern=r"^(tanh|relu6?|softplus|sigmoid|gelu(_tf)?|silu|linear|none|(silut|custom_silu)(:\d+(\.\d*)?)?)$"),
+    Words(ACTIVATIONS),
 ]
 
 PRECISION_HELP = (
     'Precision of the parameters: "float32", "float64", or "default" = float64 (float32 when the '
     "environment has DP_INTERFACE_PREC=low)."
 )
-ACTIVATION_HELP = (
-    'Activation function: "tanh", "relu", "relu6", "softplus", "sigmoid", "gelu", "gelu_tf", "silu", '
-    '"silut:T", "linear" or "none"; capitals do not matter.'
-)
+ACTIVATION_HELP = f"Activation function: {ACTIVATIONS}; capitals do not matter."
+SCHEDULE_HELP = 'Kind of schedule: "exp", "cosine" or "wsd".'
 SEED_HELP = "Seed of the initial parameters; a different one each run when left out."
-
-
-def key(default: Any, help: str, *, aliases: tuple[str, ...] = (), own: bool = False, **limits: Any) -> Any:
-    """A key of the input file. `own`: Allforce has it, DeePMD-kit does not. A default of `...` means required."""
-    extra: dict[str, Any] = {"aliases": list(aliases), "own": own}
-    if isinstance(default, (list, dict, BaseModel)):
-        return Field(default_factory=lambda: _copy(default), description=help, json_schema_extra=extra, **limits)
-    return Field(default, description=help, json_schema_extra=extra, **limits)
-
-
-def _copy(default: Any) -> Any:
-    return default.model_copy(deep=True) if isinstance(default, BaseModel) else type(default)(default)
-
-
-class Section(BaseModel):
-    """One object of the input file. `problems` yields (key, what is wrong) for values that do not go together."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    type_aliases: ClassVar[tuple[str, ...]] = ()  # other names of `type`
-    type_required: ClassVar[bool] = False  # when false, the first class of a choice is the default
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        yield from ()
-
-    @model_validator(mode="after")
-    def _no_problems(self) -> Section:
-        if found := list(self.problems()):
-            text = "; ".join(f"{name}: {what}" for name, what in found)
-            raise PydanticCustomError("impossible", "{text}", {"text": text, "problems": found})
-        return self
 
 
 # ---------------------------------------------------------------------------------------------------------- model
@@ -225,6 +202,7 @@ class ModelConfig(Section):
 class LearningRate(Section):
     """What all schedules share."""
 
+    type: str = key("exp", SCHEDULE_HELP)
     start_lr: float = key(..., "Learning rate at the beginning (after warmup).", gt=0)
     stop_lr: float | None = key(
         None, "Learning rate at the end; 5e-8 when neither this nor stop_lr_ratio is given.", ge=0
@@ -269,7 +247,7 @@ class LearningRate(Section):
 class LearningRateExp(LearningRate):
     """Exponential decay in steps: start_lr · r^floor(t / decay_steps), not below stop_lr."""
 
-    type: Literal["exp"] = key("exp", 'Kind of schedule: "exp", "cosine" or "wsd".')
+    type: Literal["exp"] = key("exp", SCHEDULE_HELP)
     decay_steps: Int = key(5000, "The rate falls every so many steps.", ge=1)
     decay_rate: float | None = key(
         None, "Factor r of each fall; from start_lr, stop_lr and the number of steps when left out.", gt=0, le=1
@@ -280,13 +258,13 @@ class LearningRateExp(LearningRate):
 class LearningRateCosine(LearningRate):
     """Half a cosine from start_lr to stop_lr."""
 
-    type: Literal["cosine"] = key("cosine", 'Kind of schedule: "exp", "cosine" or "wsd".')
+    type: Literal["cosine"] = key("cosine", SCHEDULE_HELP)
 
 
 class LearningRateWSD(LearningRate):
     """Warmup, stable, decay: constant, then a fall to stop_lr in the last part."""
 
-    type: Literal["wsd"] = key("wsd", 'Kind of schedule: "exp", "cosine" or "wsd".')
+    type: Literal["wsd"] = key("wsd", SCHEDULE_HELP)
     decay_phase_ratio: float = key(0.1, "Share of all steps in the last part.", gt=0, le=1)
     decay_type: Literal["inverse_linear", "cosine", "linear"] = key("inverse_linear", "Form of the fall.")
 
