@@ -43,7 +43,7 @@ def neighbor_list(
 
 
 def check_distances(i: np.ndarray, j: np.ndarray, r: np.ndarray, where: str, order: np.ndarray | None = None) -> float:
-    """The smallest distance (inf without pairs); two atoms on one place are an error. `order` gives the file's numbers."""
+    """The smallest distance (inf without pairs); atoms on one place are an error. `order` gives the file's numbers."""
     if len(r) == 0:
         return np.inf
     d2 = np.einsum("ea,ea->e", r, r)

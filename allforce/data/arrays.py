@@ -1,7 +1,7 @@
 """Arrays on disk, one row per frame, read a row at a time: .npy files (memory-mapped) and HDF5 datasets.
 
-Opening looks at the header only, and the number of files held open is bounded, so that neither 50 GB of data nor tens of
-thousands of small systems are a burden.
+Opening looks at the header only, and the number of files held open is bounded, so that neither 50 GB of data nor tens
+of thousands of small systems are a burden.
 """
 
 from __future__ import annotations

@@ -52,7 +52,8 @@ class DataSet:
 
     def summary(self) -> list[str]:
         """The table of the log: one line per system."""
-        rows = zip(self.systems, self.batch_sizes, self.n_batches, self.probabilities, strict=True)
+        sizes = [self.mixed_batch or b for b in self.batch_sizes]
+        rows = zip(self.systems, sizes, self.n_batches, self.probabilities, strict=True)
         title = f"---Summary of DataSystem: {self.name.capitalize():13s}" + "-" * 47
         head = f"{'system':>42}  {'natoms':>6}  {'bch_sz':>6}  {'n_bch':>6}  {'prob':>9}  {'pbc':>3}"
         return [
@@ -60,7 +61,7 @@ class DataSet:
             f"Found {len(self.systems)} System(s):",
             head,
             *(
-                f"{_short(s.name):>42}  {s.natoms:6d}  {self.mixed_batch or b:6d}  {n:6d}  {p:9.3e}  {'FT'[s.periodic]:>3}"
+                f"{_short(s.name):>42}  {s.natoms:6d}  {b:6d}  {n:6d}  {p:9.3e}  {'FT'[s.periodic]:>3}"
                 for s, b, n, p in rows
             ),
             "-" * 86,
@@ -159,6 +160,6 @@ def _same_labels(systems: list[System], batch_size: object) -> None:
     for s in systems:
         if s.label_names != first.label_names:
             raise UserError(
-                f"batch_size {batch_size!r} puts frames of all systems into one batch, so they must have the same labels, but "
-                f"{first.name} has {sorted(first.label_names)} and {s.name} has {sorted(s.label_names)}"
+                f"batch_size {batch_size!r} puts frames of all systems into one batch, so they must have the same labels, "
+                f"but {first.name} has {sorted(first.label_names)} and {s.name} has {sorted(s.label_names)}"
             )

@@ -4,8 +4,8 @@
     sys/type_map.raw        names of the types (optional)
     sys/nopbc               present: not periodic
     sys/set.*/coord.npy     (frames, 3·natoms)      box.npy (frames, 9)
-    sys/set.*/energy.npy    force.npy virial.npy atom_ener.npy atom_pref.npy fparam.npy aparam.npy … where there are such
-    sys/set.*/real_atom_types.npy   (frames, natoms): mixed_type, the types differ from frame to frame, -1 is a virtual atom
+    sys/set.*/energy.npy    force.npy virial.npy atom_ener.npy atom_pref.npy fparam.npy aparam.npy …, what there is
+    sys/set.*/real_atom_types.npy   (frames, natoms): mixed_type, types differ from frame to frame, -1 is a virtual atom
 
 An HDF5 file has the same tree, with groups for directories and datasets for files; it is written file.h5#/group.
 """

@@ -1,7 +1,7 @@
 """From the entries of `systems` in the input to open systems.
 
-An entry is a directory (with every system below it), an HDF5 file or group (file.h5#/group, with every system below it), or
-any other file, which ASE then reads.
+An entry is a directory (with every system below it), an HDF5 file or group (file.h5#/group, with every system below it),
+or any other file, which ASE then reads.
 """
 
 from __future__ import annotations
@@ -69,15 +69,15 @@ def open_place(place: str) -> list[System]:
 
 
 def find_systems(entries: str | list[str], rglob_patterns: list[str] | None = None) -> list[str]:
-    """Directories, file#/group and files that hold a system: below each entry in sorted order, then the entry itself."""
+    """Directories, file#/group and files that hold a system: below each entry sorted, then the entry itself."""
     found: list[str] = []
     for entry in [entries] if isinstance(entries, str) else entries:
         here = _find(str(entry), rglob_patterns)
         if not here:
             how = f" that matches {rglob_patterns}" if rglob_patterns else ""
             raise UserError(
-                f"systems: no system found in {entry!r}{how}. A system is a directory (or a group of an HDF5 file) with "
-                "type.raw and set.000/coord.npy, or a file that ASE reads"
+                f"systems: no system found in {entry!r}{how}. A system is a directory (or a group of an HDF5 file) "
+                "with type.raw and set.000/coord.npy, or a file that ASE reads"
             )
         found += here
     if not found:

@@ -90,8 +90,8 @@ class Loader:
                 self._free += _bytes(old)
         return made
 
-    def _prepare(self, i: int, k: int) -> tuple[Frame, Pairs]:
-        system = self.dataset.systems[i]
+    def _prepare(self, n: int, k: int) -> tuple[Frame, Pairs]:
+        system = self.dataset.systems[n]
         where = f"{system.name}, frame {k}"
         frame = self._with_parameters(system.frame(k)).by_type()
         try:
@@ -103,9 +103,10 @@ class Loader:
             keep = self.seen[frame.type[pairs[0]], frame.type[pairs[1]]]
             pairs = pairs[0][keep], pairs[1][keep], pairs[2][keep]
         if self.sel is not None:
-            *pairs, dropped = limit_to_sel(*pairs, frame.type, self.sel)
+            i, j, r, dropped = limit_to_sel(*pairs, frame.type, self.sel)
+            pairs = i, j, r
             self._count_dropped(dropped, where)
-        return frame, tuple(pairs)
+        return frame, pairs
 
     def _count_dropped(self, dropped: int, where: str) -> None:
         if dropped and not self.dropped:
@@ -185,85 +186,94 @@ def _bytes(item: tuple[Frame, Pairs]) -> int:
 
 
 def collate(frames: list[Frame], edges: list[Pairs], ntypes: int, name: str = "") -> Batch:
-    """Frames side by side, atoms of all frames sorted by type, edges regrouped with their centres. O(N log N + E).
+    """Frames side by side, atoms of all frames sorted by type, edges with their centres.
 
-    edges of a frame: (i, j, r) sorted by i. Virtual atoms are left out; order tells where each atom came from.
+    edges of a frame: (i, j, r) sorted by i. Virtual atoms are left out; order tells where each atom came from. Frames
+    that are sorted by type already (Frame.by_type) are joined by copying slices, others are sorted first.
     """
-    labels = set(frames[0].labels)
-    if any(set(f.labels) != labels for f in frames):
+    labels = sorted(frames[0].labels)
+    if any(sorted(f.labels) != labels for f in frames):
         raise UserError(f"{name}: the frames of a batch must have the same labels")
-    sizes = np.array([len(f.type) for f in frames])
-    start = np.cumsum(sizes) - sizes  # (B,) first atom of each frame
-    nfile = np.array([f.nfile or len(f.type) for f in frames])
-    fstart = np.cumsum(nfile) - nfile
-    type = _join([f.type for f in frames])
-    frame = np.repeat(np.arange(len(frames)), sizes)
-    order = _join([np.arange(len(f.type)) if f.order is None else f.order for f in frames]) + np.repeat(fstart, sizes)
-    i = _join([e[0] if s == 0 else e[0] + s for e, s in zip(edges, start, strict=True)])
-    j = _join([e[1] if s == 0 else e[1] + s for e, s in zip(edges, start, strict=True)])
-    r = _join([e[2] for e in edges])
-    first = np.concatenate([[0], np.cumsum(np.bincount(i, minlength=len(type)))])
-
-    by_type = np.argsort(type, kind="stable")
-    by_type = by_type[np.count_nonzero(type < 0) :]  # (N,) virtual atoms come first in it and are left out
-    atoms = _Take(None if len(by_type) == len(type) and (np.diff(by_type) == 1).all() else by_type)
-    if atoms.index is not None:
-        i, j, r, first = _regroup(by_type, j, r, first)
-    type, frame = atoms(type), atoms(frame)
-    counts = np.bincount(type, minlength=ntypes)
-    cells = [np.zeros((3, 3)) if f.cell is None else f.cell for f in frames]
-    aparam = None if frames[0].aparam is None else atoms(_join([f.aparam for f in frames]))
+    parts = [_sorted(f, e) for f, e in zip(frames, edges, strict=True)]
+    frames = [f for f, _ in parts]
+    join = _Join([f.type for f in frames], ntypes)
+    firsts = [_first(e[0], len(f.type)) for f, e in parts]
+    count = join([np.diff(x) for x in firsts])  # (N,) edges of each atom
+    place = np.cumsum([0] + [f.nfile or len(f.type) for f in frames])  # (B + 1,) first place of each frame
+    order = [p + (np.arange(len(f.type)) if f.order is None else f.order) for p, f in zip(place, frames, strict=False)]
+    periodic = any(f.cell is not None for f in frames)
     return Batch(
-        type=_int(type),
-        frame=_int(frame),
-        natoms=_float(np.bincount(frame, minlength=len(frames))),
-        type_counts=tuple(counts.tolist()),
-        coord=_float(atoms(_join([f.coord for f in frames]))),
-        cell=None if all(f.cell is None for f in frames) else _float(np.stack(cells)),
-        edges=Edges(_int(i), _int(j), _float(r), _int(first)),
-        order=_int(atoms(order)),
-        labels={x: _label(x, _join([f.labels[x] for f in frames]), atoms, len(frames)) for x in sorted(labels)},
-        fparam=None if frames[0].fparam is None else _float(np.stack([f.fparam for f in frames])),
-        aparam=None if aparam is None else _float(aparam),
+        type=_int(join([f.type for f in frames])),
+        frame=_int(join([np.full(len(f.type), k) for k, f in enumerate(frames)])),
+        natoms=_float(np.array([len(f.type) for f in frames])),
+        type_counts=join.type_counts,
+        coord=_float(join([f.coord for f in frames])),
+        cell=_float(np.stack([np.zeros((3, 3)) if f.cell is None else f.cell for f in frames])) if periodic else None,
+        edges=Edges(
+            i=_int(np.repeat(np.arange(len(count)), count)),
+            j=_int(join([p[e[1]] for p, (_, e) in zip(join.places, parts, strict=True)], firsts)),
+            r=_float(join([e[2] for _, e in parts], firsts)),
+            first=_int(np.concatenate([[0], np.cumsum(count)])),
+        ),
+        order=_int(join(order)),
+        labels={x: _label(x, [f.labels[x] for f in frames], join) for x in labels},
+        fparam=None if frames[0].fparam is None else _float(np.stack([_given(f.fparam) for f in frames])),
+        aparam=None if frames[0].aparam is None else _float(join([_given(f.aparam) for f in frames])),
         name=name,
     )
 
 
-class _Take:
-    """value[index] along the atoms; nothing to do when they are in order already."""
+class _Join:
+    """Puts arrays of type-sorted frames together, sorted by type: slices (type, frame) one after the other."""
 
-    def __init__(self, index: np.ndarray | None):
-        self.index = index
+    def __init__(self, types: list[np.ndarray], ntypes: int):
+        bounds = np.stack([np.searchsorted(t, np.arange(ntypes + 1)) for t in types])  # (B, nt + 1)
+        size = np.diff(bounds, axis=1)  # (B, nt)
+        self.slices = [(f, bounds[f, t], bounds[f, t + 1]) for t in range(ntypes) for f in np.flatnonzero(size[:, t])]
+        self.type_counts = tuple(size.sum(axis=0).tolist())
+        start = (np.cumsum(size.T.ravel()) - size.T.ravel()).reshape(size.T.shape).T  # (B, nt) new place of each slice
+        self.places = [
+            np.arange(len(t)) + np.repeat(s, n) for t, s, n in zip(types, start - bounds[:, :-1], size, strict=True)
+        ]
 
-    def __call__(self, value: np.ndarray) -> np.ndarray:
-        return value if self.index is None else value[self.index]
+    def __call__(self, arrays: list[np.ndarray], firsts: list[np.ndarray] | None = None) -> np.ndarray:
+        """Join per-atom arrays, or, with the first edge of each atom of each frame, per-edge arrays."""
+        if len(arrays) == 1 or not self.slices:
+            return arrays[0]
+        if firsts is None:
+            return np.concatenate([arrays[f][a:b] for f, a, b in self.slices])
+        return np.concatenate([arrays[f][firsts[f][a] : firsts[f][b]] for f, a, b in self.slices])
 
 
-def _regroup(
-    order: np.ndarray, j: np.ndarray, r: np.ndarray, first: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Edges of the atoms `order`, in that order; edges to atoms that are not among them go."""
-    count = np.diff(first)[order]
-    new_first = np.concatenate([[0], np.cumsum(count)])
-    take = np.repeat(first[order] - new_first[:-1], count) + np.arange(new_first[-1])  # (E,) old place of each edge
-    place = np.full(len(first) - 1, -1)
+def _first(i: np.ndarray, n: int) -> np.ndarray:
+    """(n + 1,) place of the first edge of each atom."""
+    return np.concatenate([[0], np.cumsum(np.bincount(i, minlength=n))])
+
+
+def _sorted(frame: Frame, edges: Pairs) -> tuple[Frame, Pairs]:
+    """The frame sorted by type without virtual atoms, and its edges, those of virtual atoms left out."""
+    if len(frame.type) == 0 or (frame.type[0] >= 0 and (np.diff(frame.type) >= 0).all()):
+        return frame, edges
+    i, j, r = edges
+    place = np.full(len(frame.type), -1)
+    keep = np.flatnonzero(frame.type >= 0)
+    order = keep[np.argsort(frame.type[keep], kind="stable")]
     place[order] = np.arange(len(order))
-    i, j, r = np.repeat(np.arange(len(order)), count), place[j[take]], r[take]
-    if len(order) < len(place):
-        keep = j >= 0
-        i, j, r = i[keep], j[keep], r[keep]
-        new_first = np.concatenate([[0], np.cumsum(np.bincount(i, minlength=len(order)))])
-    return i, j, r, new_first
+    i, j = place[i], place[j]
+    take = np.argsort(i, kind="stable")
+    take = take[(i[take] >= 0) & (j[take] >= 0)]
+    return frame.by_type(), (i[take], j[take], r[take])
 
 
-def _label(name: str, value: np.ndarray, atoms: _Take, nframes: int) -> torch.Tensor:
+def _label(name: str, values: list[np.ndarray], join: _Join) -> torch.Tensor:
     per_atom, width = LABELS[name]
-    value = atoms(value) if per_atom else value.reshape(nframes, width)
+    value = join(values) if per_atom else np.stack(values)
     return _float(value[:, 0] if width == 1 else value)
 
 
-def _join(arrays: list) -> np.ndarray:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+def _given(x: np.ndarray | None) -> np.ndarray:
+    assert x is not None
+    return x
 
 
 def _int(x: np.ndarray) -> torch.Tensor:

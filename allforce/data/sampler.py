@@ -4,12 +4,13 @@ Epoch e holds, of every system i, F_i(e + 1) - F_i(e) micro-batches with
 
     F_i(e) = floor(e·L·p_i + phi_i),      L = ceil(max n_batch_i / p_i),      0 < phi_i < 1 drawn for (seed, i),
 
-in an order that is a permutation drawn for (seed, e). The k-th micro-batch of system i ever is slice k mod n_batch_i of a
-permutation of its frames drawn for (seed, i, k div n_batch_i). All draws are from a counter-based generator (Philox), so
-any place of the sequence is found without going through those before it. With probabilities in proportion to the batches
-L·p_i = n_batch_i, and an epoch shows every frame exactly once. "mixed:N": batches of one frame, N consecutive ones together.
+in an order that is a permutation drawn for (seed, e). The k-th micro-batch of system i ever is slice k mod n_batch_i of
+a permutation of its frames drawn for (seed, i, k div n_batch_i). All draws are from a counter-based generator (Philox),
+so any place of the sequence is found without going through those before it. With probabilities in proportion to the
+batches L·p_i = n_batch_i, and an epoch shows every frame exactly once. "mixed:N": batches of one frame, N consecutive
+ones together.
 
-Worker r of W takes the places r, r + W, …: shards are disjoint, and W workers see what one worker sees in W times the steps.
+Worker r of W takes the places r, r + W, …: shards are disjoint, and W workers see what one sees in W times the steps.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ PHASE, ORDER, FRAMES = 1, 2, 3  # what a draw is for
 
 
 class Sampler:
-    """The sequence for a seed; with `rank`, a sequence of its own for that worker (sharding replicate and partition)."""
+    """The sequence for a seed; with `rank`, one of its own for that worker (sharding replicate and partition)."""
 
     def __init__(self, dataset: DataSet, seed: int, rank: int | None = None):
         self.dataset = dataset
@@ -53,7 +54,7 @@ class Sampler:
         return np.floor(e * self.rate + self.phase).astype(np.int64)
 
     def _epoch_of(self, m: int) -> tuple[int, np.ndarray, np.ndarray]:
-        """The epoch that holds place m: its first place, and of each place the system and which of its batches it is."""
+        """The epoch that holds place m: its first place, and of each place the system and the number of its batch."""
         plan = self._epoch
         if plan is None or not plan[1] <= m < plan[1] + len(plan[2]):
             e = m // self.dataset.entries_per_epoch

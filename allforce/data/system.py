@@ -1,7 +1,7 @@
 """A system: frames with the same number of atoms, in whatever file they are.
 
-Every reader (deepmd.py, ase.py) makes objects of the class System; everything behind it (DataSet, Loader, statistics) sees
-nothing but this class.
+Every reader (deepmd.py, ase.py) makes objects of the class System; everything behind it (DataSet, Loader, statistics)
+sees nothing but this class.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class System(ABC):
         """The k-th frame, types as the model numbers them."""
 
     def use_type_map(self, type_map: list[str]) -> None:
-        """From now on types are indices into this list, the model's. Names decide; numbers when the file has no names."""
+        """From now on types are indices into the model's list. Names decide; numbers when the file has no names."""
         self.type_map = type_map
         own = self.type_names
         if own is None:
@@ -56,8 +56,8 @@ class System(ABC):
             missing = [name for name in own if name not in index]
             if missing:
                 raise UserError(
-                    f"{self.name}: the type(s) {', '.join(missing)} of its type map {own} are not in the model's type_map "
-                    f"{type_map}. Add them to model.type_map or leave the system out"
+                    f"{self.name}: the type(s) {', '.join(missing)} of its type map {own} are not in the model's "
+                    f"type_map {type_map}. Add them to model.type_map or leave the system out"
                 )
             self._to_model = np.array([index[name] for name in own], dtype=np.int64)
         if not self.mixed:
@@ -79,8 +79,8 @@ class System(ABC):
 def adopt_type_map(systems: list[System]) -> list[str]:
     """The type map of a model that has none: the longest of the systems', of which all others must be beginnings.
 
-    Systems whose types are element names without numbers of their own (ASE files) add what is missing. Where no system has
-    names, types are called Type_0, Type_1, …
+    Systems whose types are element names without numbers of their own (ASE files) add what is missing. Where no system
+    has names, types are called Type_0, Type_1, …
     """
     numbered = [s for s in systems if s.type_names is not None and s.numbered]
     longest = max(numbered, key=lambda s: len(s.type_names or []), default=None)
