@@ -120,7 +120,7 @@ def _decay_rate_to_stop_lr(rate: Data, training: Data) -> None:
     steps = next((training[name] for name in names if name in training), None)
     numbers = (rate["decay_rate"], rate.get("start_lr"), rate.get("decay_steps", 5000), steps)
     if all(isinstance(x, (int, float)) and not isinstance(x, bool) and x > 0 for x in numbers):
-        decay, start, every, steps = map(float, numbers)  # type: ignore[arg-type]
+        decay, start, every, steps = map(float, numbers)
         del rate["decay_rate"]
         rate["stop_lr"] = start * math.exp(math.log(decay) * steps / every)
 

@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from allforce.config import unsupported
 from allforce.config.legacy import V0_KEYS, is_v0, modernise
+from allforce.config.read import read_file
 from allforce.config.schema import Input
 from allforce.config.section import Section, aliases, expected, is_own, quoted, sections, walk
 from allforce.errors import UserError
@@ -35,7 +35,7 @@ class Mistake(NamedTuple):
 
 def load_input(path: str | Path) -> Input:
     """Read and check an input file; UserError names every mistake in it."""
-    return parse_input(read(Path(path)), str(path))
+    return parse_input(read_file(Path(path)), str(path))
 
 
 def parse_input(data: dict[str, Any], name: str = "input") -> Input:
@@ -64,80 +64,11 @@ def normalised(section: Section) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
-        default = field.get_default(call_default_factory=True)  # type: ignore[call-arg]
+        default = field.get_default(call_default_factory=True)
         if value is None or (is_own(field) and value == default):
             continue
         out[name] = normalised(value) if isinstance(value, Section) else copy.deepcopy(value)
     return out
-
-
-# ------------------------------------------------------------------------------------------------------------ read
-
-
-def read(path: Path) -> dict[str, Any]:
-    """The object in a .json, .yaml or .yml file."""
-    if path.suffix not in (".json", ".yaml", ".yml"):
-        raise UserError(f"{path}: the name of an input file must end in .json, .yaml or .yml.")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(f"{path}: the input file cannot be read: {reason}.") from None
-    data = _parse_json(text, path) if path.suffix == ".json" else _parse_yaml(text, path)
-    if not isinstance(data, dict):
-        raise UserError(
-            f"{path}: expected an object with the keys model, learning_rate, loss, training; found {_show(data)}."
-        )
-    return data
-
-
-def _parse_json(text: str, path: Path) -> Any:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        _refuse_twice([key for key, _ in pairs], str(path))
-        return dict(pairs)
-
-    try:
-        return json.loads(text, object_pairs_hook=unique)
-    except json.JSONDecodeError as error:
-        raise UserError(_syntax(path, "JSON", error.lineno, error.colno, error.msg, text)) from None
-
-
-class _Yaml(yaml.SafeLoader):
-    """Safe YAML, with numbers such as 1e-3 (texts in YAML 1.1), and keys that may be there once only."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        _refuse_twice([key.value for key, _ in node.value], f"line {node.start_mark.line + 1}")
-        return super().construct_mapping(node, deep)
-
-
-_Yaml.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
-
-
-def _parse_yaml(text: str, path: Path) -> Any:
-    try:
-        return yaml.load(text, _Yaml)  # noqa: S506 - a subclass of the safe loader
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
-        raise UserError(_syntax(path, "YAML", line, column, error.problem or str(error), text)) from None
-    except yaml.YAMLError as error:
-        raise UserError(f"{path}: this is not YAML: {error}.") from None
-
-
-def _syntax(path: Path, kind: str, line: int, column: int, reason: str, text: str) -> str:
-    lines = text.splitlines()
-    shown = f" in: {lines[line - 1].strip()[:80]}" if line <= len(lines) else ", at the end of the file"
-    return f"{path}: not valid {kind} at line {line}, column {column}: {reason}{shown}"
-
-
-def _refuse_twice(keys: list[Any], where: str) -> None:
-    twice = {key for key in keys if keys.count(key) > 1 and not str(key).startswith("_")}
-    if twice:
-        raise UserError(
-            f"{where}: the key {', '.join(map(str, sorted(twice)))} is there twice in one object; keep one."
-        )
 
 
 # ------------------------------------------------------------------------------------------------------------ tidy
@@ -204,12 +135,14 @@ def _unknown(cls: type[Section], path: str, key: Any, value: Any, more: dict[str
             yield from _not_yet(where, value, neutral)
         return
     known = list(cls.model_fields)
-    text = f"unknown key, with the value {_show(value)}{_did_you_mean(key, [*known, *(more if not path else ())])}"
+    homes = dict.fromkeys(p for p, c in walk(Input) if p and key in c.model_fields and key != "type")
     if key in more:
-        text += f"; it belongs to {more[key]}"
-    elif homes := [p for p, c in walk(Input) if key in c.model_fields and key != "type" and p]:
-        text += f"; there is such a key in {' and '.join(dict.fromkeys(homes))}"
-    yield Mistake(where, f"{text}; allowed here: {', '.join(known)}")
+        hint = f"; it belongs to {more[key]}"
+    elif homes:
+        hint = f"; there is such a key in {' and '.join(homes)}"
+    else:
+        hint = _did_you_mean(key, [*known, *(more if not path else ())])
+    yield Mistake(where, f"unknown key, with the value {_show(value)}{hint}; allowed here: {', '.join(known)}")
 
 
 def _not_yet(where: str, value: Any, neutral: Any) -> Iterator[Mistake]:

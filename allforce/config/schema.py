@@ -27,8 +27,8 @@ def _lower(value: Any) -> Any:
 
 
 Int = Annotated[int, BeforeValidator(_whole)]
-NonNegative = Annotated[Int, Field(ge=0)]
-Positive = Annotated[Int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
+Positive = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
 Seed = NonNegative | list[NonNegative] | None
 Pair = Annotated[list[NonNegative], Field(min_length=2, max_length=2)]
 Name = Annotated[str, Field(min_length=1)]
@@ -45,10 +45,11 @@ ACTIVATIONS = (
 )
 Activation = Annotated[
     str,
-    BeforeValidator(_lower),
     Field(pattern=r"^(tanh|relu6?|softplus|sigmoid|gelu(_tf)?|silu|linear|none|(silut|custom_silu)(:\d+(\.\d*)?)?)$"),
+    BeforeValidator(_lower),
     Words(ACTIVATIONS),
 ]
+OutBias = Annotated[dict[Literal["energy"], list[float | None]], Words('{"energy": [number or null for each type]}')]
 
 PRECISION_HELP = (
     'Precision of the parameters: "float32", "float64", or "default" = float64 (float32 when the '
@@ -167,7 +168,7 @@ class ModelConfig(Section):
     data_bias_nsample: Int = key(10, "Batches of each system used when the energy bias is changed.", ge=1)
     pair_exclude_types: list[Pair] = key([], "Pairs of types that do not interact, in the whole model.")
     atom_exclude_types: list[NonNegative] = key([], "Types whose atoms have no energy of their own.")
-    preset_out_bias: dict[Literal["energy"], list[float | None]] | None = key(
+    preset_out_bias: OutBias | None = key(
         None, 'Energy bias given by hand, {"energy": [value or null for each type]}, in eV; null: from the data.'
     )
 
@@ -414,7 +415,7 @@ class ValidationData(DataConfig):
 
 
 class Table(Section):
-    """How the embedding nets are evaluated while training; the trained model is the same either way."""
+    """How the embedding nets are evaluated while training. A frozen model has the plain nets either way."""
 
     mode: Literal["table", "exact"] = key(
         "table", "Interpolate the embedding nets between nodes, or evaluate them for every neighbour.", own=True

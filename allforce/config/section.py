@@ -91,11 +91,11 @@ def sections(annotation: Any) -> tuple[type[Section], ...]:
 
 
 def aliases(field: FieldInfo) -> list[str]:
-    return list(field.json_schema_extra["aliases"])  # type: ignore[index, arg-type, call-overload]
+    return list(field.json_schema_extra["aliases"])  # type: ignore[index, arg-type]
 
 
 def is_own(field: FieldInfo) -> bool:
-    return bool(field.json_schema_extra["own"])  # type: ignore[index, call-overload]
+    return bool(field.json_schema_extra["own"])  # type: ignore[index]
 
 
 def walk(cls: type[Section], path: str = "") -> Iterator[tuple[str, type[Section]]]:
