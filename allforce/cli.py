@@ -1,0 +1,250 @@
+"""The commands `dp` and `allforce`: arguments only, one short function per command, imports where they are needed."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from argparse import ArgumentParser, Namespace
+
+from allforce import __version__
+from allforce.errors import UserError
+
+LOG_LEVELS = ["DEBUG", "3", "INFO", "2", "WARNING", "1", "ERROR", "0"]
+BACKENDS = {
+    "tensorflow": ["--tf", "--tensorflow"],
+    "pytorch": ["--pt", "--pytorch"],
+    "paddle": ["--pd", "--paddle"],
+    "jax": ["--jax"],
+    "dpmodel": ["--dp", "--dpmodel", "--np", "--numpy"],
+    "tensorflow2": ["--tf2", "--tensorflow2"],
+    "pytorch-exportable": ["--pt-expt", "--pytorch-exportable"],
+}
+SHOWN = ["model-branch", "type-map", "descriptor", "fitting-net", "size", "observed-type", "serialization-tree"]
+
+
+def train(args: Namespace) -> int:
+    from allforce.train.entry import train
+
+    return train(args)
+
+
+def scaling_test(args: Namespace) -> None:
+    from allforce.train.scaling import scaling_test
+
+    scaling_test(args.INPUT, [int(w) for w in args.workers.split(",")], args.steps, args.output, args.engine)
+
+
+def test(args: Namespace) -> None:
+    from allforce.infer.test import run_test
+
+    run_test(args)
+
+
+def freeze(args: Namespace) -> None:
+    from allforce.infer.freeze import freeze
+
+    freeze(args.checkpoint_folder, args.output)
+
+
+def show(args: Namespace) -> None:
+    from allforce.infer.show import show
+
+    show(args.INPUT, args.ATTRIBUTES)
+
+
+def neighbor_stat(args: Namespace) -> None:
+    from allforce.infer.neighbor_stat import neighbor_stat
+
+    neighbor_stat(args.system, args.rcut, args.type_map, args.mixed_type)
+
+
+def model_devi(args: Namespace) -> None:
+    from allforce.infer.devi import model_devi
+
+    model_devi(args)
+
+
+def eval_desc(args: Namespace) -> None:
+    from allforce.infer.desc import eval_desc
+
+    eval_desc(args)
+
+
+def change_bias(args: Namespace) -> None:
+    from allforce.infer.bias import change_bias
+
+    change_bias(args)
+
+
+def doc_train_input(args: Namespace) -> None:
+    from allforce.config.reference import json_schema, reference_markdown
+
+    if args.out_type == "markdown":
+        print(reference_markdown())
+    else:
+        import json
+
+        print(json.dumps(json_schema(), indent=2, ensure_ascii=False))
+
+
+# ---------------------------------------------------------------------------------------------------- the arguments
+
+
+def parser() -> ArgumentParser:
+    top = ArgumentParser("dp", description="Allforce: trains and uses Deep Potentials, on one worker or many.")
+    top.add_argument("--version", action="version", version=f"Allforce v{__version__}")
+    backend = top.add_mutually_exclusive_group()
+    backend.add_argument("-b", "--backend", choices=list(BACKENDS), help="accepted for compatibility: there is one backend")
+    for name, flags in BACKENDS.items():
+        backend.add_argument(*flags, dest="backend", action="store_const", const=name, help=argparse.SUPPRESS)
+    commands = top.add_subparsers(title="commands", dest="command", metavar="COMMAND")
+    for add in (_train, _test, _freeze, _show, _neighbor_stat, _model_devi, _eval_desc, _change_bias, _doc, _scaling_test):
+        add(commands)
+    return top
+
+
+def _command(commands, name: str, run, help: str) -> ArgumentParser:
+    p = commands.add_parser(name, help=help, description=help, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p.add_argument("-v", "--log-level", choices=LOG_LEVELS, default="INFO", help="least important lines that are shown")
+    p.add_argument("-l", "--log-path", metavar="FILE", help="also write the log to this file")
+    p.set_defaults(run=run)
+    return p
+
+
+def _train(commands) -> None:
+    p = _command(commands, "train", train, "train a model")
+    p.add_argument("INPUT", help="the input file, JSON or YAML")
+    start = p.add_mutually_exclusive_group()
+    start.add_argument("-i", "--init-model", metavar="PREFIX", help="begin with the weights of this checkpoint or model")
+    start.add_argument("-r", "--restart", metavar="PREFIX", help="continue the run of this checkpoint")
+    start.add_argument("-f", "--init-frz-model", metavar="FILE", help="begin with the weights of this frozen model")
+    start.add_argument("-t", "--finetune", metavar="FILE", help="begin with this model, its energy bias changed to the new data")
+    p.add_argument("-o", "--output", default="out.json", metavar="FILE", help="where the complete input is written to")
+    p.add_argument("--skip-neighbor-stat", action="store_true", help="do not look for the neighbours of all the data first")
+    p.add_argument("-m", "--mpi-log", choices=["master", "collect", "workers"], default="master", help=MPI_LOG_HELP)
+    p.add_argument("--workers", metavar="N", help="start N workers on this machine; auto: one per GPU, else cores / threads")
+    engines = ["auto", "torch", "mpi", "horovod", "serial"]
+    p.add_argument("--engine", choices=engines, default="auto", help="what carries data between workers")
+    p.add_argument("--use-pretrain-script", action="store_true", help="take the model section from the model to begin with")
+    p.add_argument("--model-branch", default="", help="accepted empty only: models have one branch")
+    p.add_argument("--force-load", action="store_true", help=argparse.SUPPRESS)
+
+
+MPI_LOG_HELP = (
+    "the log of many workers: 'master' is that of the first alone, 'collect' sends all lines through the first, "
+    "'workers' lets each write its own"
+)
+
+
+def _model_and_data(p: ArgumentParser, model: str = "frozen_model") -> argparse._MutuallyExclusiveGroup:
+    p.add_argument("-m", "--model", default=model, help="model file")
+    data = p.add_mutually_exclusive_group()
+    data.add_argument("-s", "--system", default=".", help="system, or folder with systems")
+    data.add_argument("-f", "--datafile", metavar="LIST", help="file with one system per line")
+    return data
+
+
+def _test(commands) -> None:
+    p = _command(commands, "test", test, "compare a model with labelled data")
+    data = _model_and_data(p)
+    data.add_argument("--train-data", metavar="JSON", help="the training data of this input file")
+    data.add_argument("--valid-data", metavar="JSON", help="the validation data of this input file")
+    p.add_argument("-S", "--set-prefix", help=argparse.SUPPRESS)
+    p.add_argument("-n", "--numb-test", type=int, default=0, help="frames of each system; 0: all")
+    p.add_argument("-r", "--rand-seed", type=int, help="seed of the shuffle")
+    p.add_argument("--shuffle-test", action="store_true", help="take frames at random")
+    p.add_argument("-d", "--detail-file", metavar="PREFIX", help="write labels and predictions to PREFIX.e.out, …")
+    p.add_argument("-a", "--atomic", action="store_true", help="also atomic energies")
+    p.add_argument("--head", "--model-branch", dest="head", help=argparse.SUPPRESS)
+
+
+def _freeze(commands) -> None:
+    p = _command(commands, "freeze", freeze, "write the model of a checkpoint to one file")
+    p.add_argument(
+        "-c", "--checkpoint-folder", "--checkpoint", default=".", help="checkpoint, prefix, or folder with a file `checkpoint`"
+    )
+    p.add_argument("-o", "--output", default="frozen_model", help="model file: .dp (default) or .yaml")
+    p.add_argument("--head", "--model-branch", dest="head", help=argparse.SUPPRESS)
+
+
+def _show(commands) -> None:
+    p = _command(commands, "show", show, "tell what is in a model")
+    p.add_argument("INPUT", help="model file or checkpoint")
+    p.add_argument("ATTRIBUTES", nargs="+", choices=SHOWN, help="what to tell")
+
+
+def _neighbor_stat(commands) -> None:
+    p = _command(commands, "neighbor-stat", neighbor_stat, "smallest distance and largest numbers of neighbours of data")
+    p.add_argument("-s", "--system", default=".", help="system, or folder with systems")
+    p.add_argument("-r", "--rcut", type=float, required=True, help="cutoff radius in Å")
+    p.add_argument("-t", "--type-map", nargs="+", metavar="NAME", help="names of the types")
+    p.add_argument("--mixed-type", "--one-type", action="store_true", help="all types together")
+
+
+def _model_devi(commands) -> None:
+    p = _command(commands, "model-devi", model_devi, "deviation between the predictions of several models")
+    p.add_argument("-m", "--models", nargs="+", default=[f"graph.{k:03d}" for k in range(4)], help="model files")
+    p.add_argument("-s", "--system", default=".", help="system, or folder with systems")
+    p.add_argument("-S", "--set-prefix", help=argparse.SUPPRESS)
+    p.add_argument("-o", "--output", default="model_devi.out", help="file the table is appended to")
+    p.add_argument("-f", "--frequency", type=int, default=1, help="steps between frames, for the first column")
+    p.add_argument("--real_error", action="store_true", help="errors against the labels instead of deviations")
+    p.add_argument("--atomic", action="store_true", help="also the deviation of the force on every atom")
+    p.add_argument("--relative", type=float, metavar="LEVEL", help="force deviations relative to |force| + LEVEL")
+    p.add_argument("--relative_v", type=float, metavar="LEVEL", help="virial deviations relative to |virial| + LEVEL")
+
+
+def _eval_desc(commands) -> None:
+    p = _command(commands, "eval-desc", eval_desc, "write descriptors")
+    _model_and_data(p)
+    p.add_argument("-o", "--output", default="desc", help="folder for the .npy files")
+    p.add_argument("--dtype", choices=["fp32", "fp64", "native"], default="native", help="type of the numbers")
+    p.add_argument("--head", "--model-branch", dest="head", help=argparse.SUPPRESS)
+
+
+def _change_bias(commands) -> None:
+    p = _command(commands, "change-bias", change_bias, "fit the energy bias of a model to data")
+    p.add_argument("INPUT", help="model file or checkpoint")
+    data = p.add_mutually_exclusive_group()
+    data.add_argument("-s", "--system", default=".", help="system, or folder with systems")
+    data.add_argument("-f", "--datafile", metavar="LIST", help="file with one system per line")
+    data.add_argument("-b", "--bias-value", type=float, nargs="+", help="the bias itself, one number per type")
+    p.add_argument("-n", "--numb-batch", type=int, default=0, help="frames of each system; 0: all")
+    p.add_argument("-m", "--mode", choices=["change", "set"], default="change", help="fit the errors, or the labels")
+    p.add_argument("-o", "--output", help="the new model; by default INPUT with _updated before the suffix")
+    p.add_argument("--model-branch", help=argparse.SUPPRESS)
+
+
+def _doc(commands) -> None:
+    p = _command(commands, "doc-train-input", doc_train_input, "print the reference of the input file")
+    p.add_argument("--out-type", choices=["markdown", "json_schema"], default="markdown", help="form")
+
+
+def _scaling_test(commands) -> None:
+    p = _command(commands, "scaling-test", scaling_test, "measure how training speeds up with workers on this machine")
+    p.add_argument("INPUT", help="the input file of a training")
+    p.add_argument("--workers", default="1,2,4", metavar="W,W,…", help="numbers of workers")
+    p.add_argument("--steps", type=int, default=100, help="steps measured for each, after as many to warm up")
+    p.add_argument("--engine", choices=["auto", "torch", "mpi"], default="auto", help="what carries data between workers")
+    p.add_argument("-o", "--output", default="scaling.png", help="picture; needs matplotlib")
+
+
+def main(argv: list[str] | None = None) -> int:
+    top = parser()
+    args = top.parse_args(argv)
+    if args.command is None:
+        top.print_help()
+        return 0
+    if args.backend:
+        print(f"dp: note: --backend {args.backend} has no effect, Allforce has one backend (PyTorch).", file=sys.stderr)
+    try:
+        if args.run is not train:  # which knows its workers first
+            from allforce.train import logs
+
+            logs.setup(args.log_level, args.log_path)
+        return args.run(args) or 0
+    except UserError as error:
+        print(f"dp {args.command}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
