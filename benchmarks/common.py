@@ -176,6 +176,18 @@ def train(name: str, config: dict, folder: Path, threads: int, options: list[str
     )
 
 
+def test_errors(name: str, folder: Path, system: Path, threads: int) -> tuple[float, float]:
+    """Freeze what was trained in a folder and `dp test` it: force RMSE (eV/Å), energy RMSE (meV/atom)."""
+    env, model = environment(name, threads), "model.dp" if name == "ours" else "model.pb"
+    spawn([*command(name), "freeze", "-o", model], folder, env)
+    lines, _ = spawn([*command(name), "test", "-m", model, "-s", str(system)], folder, env)
+    text = "\n".join(t for _, t in lines)
+    force, energy = re.search(r"Force\s+RMSE\s*:\s*(\S+)", text), re.search(r"Energy RMSE/Natoms\s*:\s*(\S+)", text)
+    if not force or not energy:
+        raise SystemExit(f"no force or energy error in the output of {LABEL[name]}:\n{text}")
+    return float(force[1]), float(energy[1]) * 1e3
+
+
 def lcurve(path: Path) -> dict[str, np.ndarray]:
     """Columns of lcurve.out by name."""
     header = path.read_text().splitlines()[0].lstrip("# ").split()
@@ -206,7 +218,7 @@ def versions(names: list[str]) -> dict[str, str]:
     code = "import sys, importlib.metadata as m; print(*(f'{p} {m.version(p)}' for p in sys.argv[1:]), sep=', ')"
     found = {}
     for n in names:
-        out = subprocess.run([python_of(n), "-c", code, *packages[n]], capture_output=True, text=True)
+        out = subprocess.run([python_of(n), "-c", code, *packages[n]], capture_output=True, text=True, check=False)
         found[n] = out.stdout.strip() or "not installed as a package"
     return found
 

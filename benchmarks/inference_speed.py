@@ -108,7 +108,7 @@ def make_models(args: argparse.Namespace, folder: Path) -> None:
 def one_frame(data: Path, target: Path) -> int:
     """The first frame of the first system for the workers; returns its number of atoms."""
     system = find_systems(data)[0]
-    first = sorted(system.glob("set.*"))[0]
+    first = min(system.glob("set.*"))
     names = (system / "type_map.raw").read_text().split()
     symbols = np.array(names)[np.loadtxt(system / "type.raw", dtype=int)]
     coord, cell = np.load(first / "coord.npy")[0].reshape(-1, 3), np.load(first / "box.npy")[0].reshape(3, 3)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import tempfile
 from pathlib import Path
 from statistics import mean
@@ -20,12 +19,10 @@ from common import (
     LABEL,
     WATER,
     available,
-    command,
-    environment,
     find_systems,
     lcurve,
     markdown_table,
-    spawn,
+    test_errors,
     train,
     water_input,
     write_result,
@@ -46,14 +43,7 @@ def one(name: str, seeds: tuple[int, int], args: argparse.Namespace, folder: Pat
     config["training"]["save_freq"] = args.steps
     config["learning_rate"] |= {"decay_steps": 200, "start_lr": 0.001, "stop_lr": 1e-6}
     train(name, config, folder, args.threads)
-    env, model = environment(name, args.threads), "model.dp" if name == "ours" else "model.pb"
-    spawn([*command(name), "freeze", "-o", model], folder, env)
-    lines, _ = spawn([*command(name), "test", "-m", model, "-s", str(unseen)], folder, env)
-    text = "\n".join(t for _, t in lines)
-    force, energy = re.search(r"Force\s+RMSE\s*:\s*(\S+)", text), re.search(r"Energy RMSE/Natoms\s*:\s*(\S+)", text)
-    if not force or not energy:
-        raise SystemExit(f"no force or energy error in the output of {LABEL[name]}:\n{text}")
-    return float(force[1]), float(energy[1]) * 1e3
+    return test_errors(name, folder, unseen, args.threads)
 
 
 def main() -> None:

@@ -102,7 +102,7 @@ def check_losses(names: list[str], result: dict, factor: float = 2.0) -> str:
 # --- sweeps over the size of the problem, ours only ----------------------------------------------------------------
 def repeated(source: Path, times: tuple[int, int, int], folder: Path, split: int = 1, frames: int = 4) -> Path:
     """A system whose cell is repeated, energies and forces with it; `split` deals each type out over so many types."""
-    first = sorted(source.glob("set.*"))[0]
+    first = min(source.glob("set.*"))
     coord, box, force, energy = (np.load(first / f"{k}.npy")[:frames] for k in ("coord", "box", "force", "energy"))
     types, n = np.loadtxt(source / "type.raw", dtype=int), int(np.prod(times))
     cell = box.reshape(-1, 3, 3)
