@@ -60,6 +60,16 @@ SCHEDULE_HELP = 'Kind of schedule: "exp", "cosine" or "wsd".'
 SEED_HELP = "Seed of the initial parameters; a different one each run when left out."
 
 
+def precision_name(precision: str, env: Mapping[str, str] = os.environ) -> str:
+    """The floating-point type behind a precision: "default" is float64, or float32 with DP_INTERFACE_PREC=low."""
+    if precision != "default":
+        return precision
+    interface = env.get("DP_INTERFACE_PREC", "high").lower()
+    if interface not in ("high", "low"):
+        raise UserError(f'The environment variable DP_INTERFACE_PREC is "{interface}"; expected "high" or "low".')
+    return "float64" if interface == "high" else "float32"
+
+
 # ---------------------------------------------------------------------------------------------------------- model
 
 
@@ -100,6 +110,11 @@ class DescriptorSeE2A(Section):
     env_protection: float = key(0.0, "Added to distances in denominators, against division by zero.", ge=0)
     set_davg_zero: bool = key(False, "Use zero for the mean of the environment matrix. Set it together with atom_ener.")
 
+    @property
+    def dtype(self) -> str:
+        """float32 or float64."""
+        return precision_name(self.precision)
+
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.rcut_smth >= self.rcut:
             yield "rcut_smth", f"{self.rcut_smth} must be smaller than rcut, {self.rcut}"
@@ -139,6 +154,11 @@ class FittingEner(Section):
         "without neighbours.",
     )
     use_aparam_as_mask: bool = key(False, "Atomic parameters are a mask, not an input of the net.")
+
+    @property
+    def dtype(self) -> str:
+        """float32 or float64."""
+        return precision_name(self.precision)
 
     def problems(self) -> Iterator[tuple[str, str]]:
         layers = len(self.neuron) + 1
@@ -431,10 +451,9 @@ class Training(Section):
 
     training_data: TrainingData = key(..., "The data that are learned.")
     validation_data: ValidationData | None = key(None, "The data whose errors are shown beside those of training.")
-    numb_steps: Int | None = key(
+    numb_steps: Positive | None = key(
         None,
         "Number of steps; this or numb_epoch is required.",
-        ge=1,
         aliases=("stop_batch", "num_step", "num_steps", "numb_step"),
     )
     numb_epoch: float | None = key(
@@ -506,13 +525,3 @@ class Input(Section):
         steps, warmup = self.training.numb_steps, self.learning_rate.warmup_steps
         if steps is not None and warmup >= steps:
             yield "learning_rate/warmup_steps", f"{warmup} must be smaller than the number of steps, {steps}"
-
-
-def precision_name(precision: str, env: Mapping[str, str] = os.environ) -> str:
-    """The floating-point type behind a precision: "default" is float64, or float32 with DP_INTERFACE_PREC=low."""
-    if precision != "default":
-        return precision
-    interface = env.get("DP_INTERFACE_PREC", "high").lower()
-    if interface not in ("high", "low"):
-        raise UserError(f'The environment variable DP_INTERFACE_PREC is "{interface}"; expected "high" or "low".')
-    return "float64" if interface == "high" else "float32"
