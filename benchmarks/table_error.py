@@ -106,8 +106,8 @@ def main() -> None:
     ratio = learnt["table"][0] / learnt["exact"][0]
     body = "Largest relative error, value / slope; last row: trained model on frames not seen.\n\n"
     body += markdown_table(header, rows)
-    body += f"\n\nAfter {args.steps} steps, table: force RMSE {learnt['table'][0]:.4f} eV/Å; exact: {learnt['exact'][0]:.4f} "
-    body += f"eV/Å; ratio {ratio:.4f}."
+    body += f"\n\nForce RMSE after {args.steps} steps: table {learnt['table'][0]:.4f} eV/Å, "
+    body += f"exact {learnt['exact'][0]:.4f} eV/Å; ratio {ratio:.4f}."
     data = {"nodes": NODES, "curve": curve, "model": whole, "learnt": learnt}
     write_result("table_error", "Error of the table", body, data, ["ours"])
     if not np.isclose(ratio, 1.0, atol=0.01):
