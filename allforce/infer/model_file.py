@@ -1,0 +1,69 @@
+"""Models in files: which reader and writer belongs to which name.
+
+.dp, .yaml, .yml     DeePMD-kit's backend-independent model: read and written (container.py, tree.py)
+.pt                  a checkpoint of DeePMD-kit's PyTorch backend: read, weights only (pt_checkpoint.py)
+.safetensors         a checkpoint of our own, also by its prefix or its directory: read
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from allforce.errors import UserError
+from allforce.infer.container import read_tree, write_tree
+from allforce.infer.pt_checkpoint import potential_from_pt
+from allforce.infer.tree import potential_from_tree, tree_from_potential, validated_config
+from allforce.models.potential import Potential
+from allforce.train import checkpoint
+
+WRITTEN = (".dp", ".yaml", ".yml")
+CONVERTIBLE = (".pb", ".pth", ".pbtxt", ".savedmodel", ".savedmodeltf", ".hlo", ".jax", ".pd", ".json", ".pte", ".pt2")
+
+
+def load_model(path: str | Path) -> Potential:
+    """The potential of a model file or checkpoint; a name without suffix is also tried with .dp."""
+    path = Path(path)
+    if path.suffix in CONVERTIBLE:
+        raise UserError(
+            f"{path}: files of type '{path.suffix}' can only be opened by DeePMD-kit itself. Convert the model there "
+            f"with `dp convert-backend {path.name} {path.stem}.dp` and give {path.stem}.dp."
+        )
+    if not path.exists() and path.suffix not in (*WRITTEN, ".pt", checkpoint.SUFFIX):
+        frozen = path.with_name(path.name + ".dp")
+        path = frozen if frozen.exists() else checkpoint.find(path)
+    elif path.is_dir():
+        path = checkpoint.find(path)
+    if not path.is_file():
+        raise UserError(f"{path}: no such model file. Known are {', '.join(WRITTEN)}, .pt and {checkpoint.SUFFIX}.")
+    if path.suffix in WRITTEN:
+        return potential_from_tree(read_tree(path), str(path))
+    if path.suffix == ".pt":
+        return potential_from_pt(path)
+    return _potential_from_checkpoint(path)
+
+
+def save_model(model: Potential, path: str | Path) -> None:
+    """Write .dp or .yaml, by the suffix."""
+    path = Path(path)
+    if path.suffix not in WRITTEN:
+        remedy = (
+            f" Write {path.stem}.dp and convert it with DeePMD-kit: `dp convert-backend {path.stem}.dp {path.name}`."
+            if path.suffix in CONVERTIBLE
+            else ""
+        )
+        raise UserError(f"{path}: models are written as {', '.join(WRITTEN)}, found '{path.suffix}'.{remedy}")
+    if not path.parent.is_dir():
+        raise UserError(f"{path}: the directory {path.parent} does not exist.")
+    write_tree(path, tree_from_potential(model))
+
+
+def _potential_from_checkpoint(path: Path) -> Potential:
+    stored = checkpoint.read(path)
+    model = Potential(validated_config(stored.meta["model"], str(path)))
+    try:
+        model.load_state_dict(stored.part("model"))
+    except RuntimeError as error:
+        raise UserError(f"{path}: the tensors do not belong to the model described in it. {error}") from None
+    distance = stored.meta.get("min_nbor_dist")
+    model.min_nbor_dist = None if distance is None else float(distance)
+    return model
