@@ -160,6 +160,6 @@ def _same_labels(systems: list[System], batch_size: object) -> None:
     for s in systems:
         if s.label_names != first.label_names:
             raise UserError(
-                f"batch_size {batch_size!r} puts frames of all systems into one batch, so they must have the same labels, "
+                f"batch_size {batch_size!r} puts frames of all systems into one batch: they must have the same labels, "
                 f"but {first.name} has {sorted(first.label_names)} and {s.name} has {sorted(s.label_names)}"
             )

@@ -1,6 +1,6 @@
 """From the entries of `systems` in the input to open systems.
 
-An entry is a directory (with every system below it), an HDF5 file or group (file.h5#/group, with every system below it),
+An entry is a directory (with every system below it), an HDF5 file or group (file.h5#/group, with every system below),
 or any other file, which ASE then reads.
 """
 

@@ -17,7 +17,7 @@ from allforce.data.sampler import Sampler
 from allforce.errors import UserError
 from allforce.neighbors import check_distances, limit_to_sel, neighbor_list
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("deepmd.data")
 
 Pairs = tuple[np.ndarray, np.ndarray, np.ndarray]  # i (E,), j (E,), r (E, 3) of one frame, sorted by i
 

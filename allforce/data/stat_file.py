@@ -1,0 +1,125 @@
+"""The cache of statistics (training.stat_file), in DeePMD-kit's layout.
+
+An HDF5 file when the name ends in .h5 or .hdf5, else a directory. Inside a group named by the type map:
+bias_atom_energy, std_atom_energy (nt, 1), fparam, aparam (n, 3), and, in a group named by a hash of the descriptor's
+geometry, r_<t>, a_<t> = [count, sum, sum of squares] of the environment matrix.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from hashlib import sha1
+from typing import Any
+
+import h5py
+import numpy as np
+
+from allforce.distributed.comm import Comm
+from allforce.errors import UserError
+
+
+class StatFile:
+    """Entries of the file for one type map, read by rank 0 for all and written by rank 0. Without a path: empty."""
+
+    def __init__(self, path: str | None, type_map: list[str], comm: Comm):
+        self.path, self.group, self.comm = path, " ".join(type_map), comm
+        self.new: dict[str, np.ndarray] = {}
+        mine = {k: v.tolist() for k, v in _read(path, self.group).items()} if path and comm.rank == 0 else {}
+        self.entries = {k: np.array(v) for k, v in comm.gather(mine)[0].items()} if path else {}
+
+    def get(self, *names: str) -> list[np.ndarray] | None:
+        """These entries, None unless all are there."""
+        return [self.entries[n] for n in names] if all(n in self.entries for n in names) else None
+
+    def put(self, **values: np.ndarray) -> None:
+        self.new.update(values)
+
+    def once(self, name: str, compute: Callable[[], np.ndarray]) -> np.ndarray:
+        """The entry, computed when it is not there."""
+        if name not in self.entries:
+            self.new[name] = self.entries[name] = compute()
+        return self.entries[name]
+
+    def environment(self, descriptor: Any, sel: list[int] | None, compute: Callable[[], np.ndarray]) -> np.ndarray:
+        """(nt, 2, 3) sums of the environment matrix."""
+        ntypes = len(self.group.split(" "))
+        key = _hash(descriptor, sel or [], ntypes)
+        names = [f"{key}/{part}_{t}" for t in range(ntypes) for part in "ra"]
+        known = self.get(*names)
+        if known is not None:
+            return np.array(known).reshape(ntypes, 2, 3)
+        sums = compute()
+        self.put(**dict(zip(names, sums.reshape(-1, 3), strict=True)))
+        return sums
+
+    def save(self) -> None:
+        """Write what is new."""
+        if self.path and self.new and self.comm.rank == 0:
+            try:
+                _write(self.path, self.group, self.new)
+            except OSError as error:
+                raise UserError(f"training.stat_file {self.path!r} cannot be written ({error})") from None
+        self.new = {}
+
+
+def _hash(descriptor: Any, sel: list[int], ntypes: int) -> str:
+    geometry = {
+        "type": "se_a",
+        "ntypes": ntypes,
+        "rcut": round(descriptor.rcut, 2),
+        "rcut_smth": round(descriptor.rcut_smth, 2),
+        "nsel": sum(sel),
+        "sel": sel,
+        "mixed_types": False,
+    }
+    # not part of DeePMD-kit's hash; the sums depend on them, so they are added where they are not the default
+    if descriptor.exclude_types or descriptor.env_protection:
+        geometry["exclude_types"] = sorted(sorted(p) for p in descriptor.exclude_types)
+        geometry["env_protection"] = descriptor.env_protection
+    return sha1(json.dumps(geometry).encode()).hexdigest()
+
+
+def _is_hdf5(path: str) -> bool:
+    return path.endswith((".h5", ".hdf5"))
+
+
+def _read(path: str, group: str) -> dict[str, np.ndarray]:
+    """Numeric entries below the group: name or hash/name -> array."""
+    found: dict[str, np.ndarray] = {}
+    if not os.path.exists(path):
+        return found
+    try:
+        if _is_hdf5(path):
+            with h5py.File(path, "r") as f:
+                if group in f:
+                    f[group].visititems(lambda n, d: found.update({n: d[()]}) if isinstance(d, h5py.Dataset) else None)
+        else:
+            root = os.path.join(path, group)
+            for here, _, files in os.walk(root):
+                for name in files:
+                    file = os.path.join(here, name)
+                    found[os.path.relpath(file, root)] = np.load(file, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"training.stat_file {path!r} cannot be read ({error}). Remove it or name another one"
+        ) from None
+    return {k: v for k, v in found.items() if v.dtype.kind in "fiu"}
+
+
+def _write(path: str, group: str, entries: dict[str, np.ndarray]) -> None:
+    if _is_hdf5(path):
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        with h5py.File(path, "a") as f:
+            for name, value in entries.items():
+                here = f.require_group(group)
+                if name in here:
+                    del here[name]
+                here[name] = value
+        return
+    for name, value in entries.items():
+        file = os.path.join(path, group, name)
+        os.makedirs(os.path.dirname(file), exist_ok=True)
+        with open(file, "wb") as out:
+            np.save(out, value)
