@@ -1,7 +1,7 @@
 """Systems in any file that ASE reads, extended XYZ first.
 
-Frames with the same atoms in the same order and the same labels make one system, called file#0, file#1, … in the order in
-which they first appear (just file, when there is one). The whole file is read when it is opened and stays in memory.
+Frames with the same atoms in the same order and the same labels make one system, called file#0, file#1, … in the order
+in which they first appear (just file, when there is one). The whole file is read when it is opened and stays in memory.
 
     energy   of the calculator's results, else info["energy"], else the free energy
     force    of the calculator's results, else arrays["forces"] or arrays["force"]
@@ -54,8 +54,8 @@ def _images(path: str):
         raise
     except Exception as error:  # whatever a reader of some format raises on a file that is not what it seems
         raise UserError(
-            f"{path}: ASE cannot read it ({type(error).__name__}: {error}). Expected a directory in DeePMD-kit's layout, "
-            "an HDF5 file, or a structure file of a format that ASE knows, such as extended XYZ"
+            f"{path}: ASE cannot read it ({type(error).__name__}: {error}). Expected a directory in DeePMD-kit's "
+            "layout, an HDF5 file, or a structure file of a format that ASE knows, such as extended XYZ"
         ) from None
 
 

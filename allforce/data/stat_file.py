@@ -42,10 +42,12 @@ class StatFile:
             self.new[name] = self.entries[name] = compute()
         return self.entries[name]
 
-    def environment(self, descriptor: Any, sel: list[int] | None, compute: Callable[[], np.ndarray]) -> np.ndarray:
-        """(nt, 2, 3) sums of the environment matrix."""
+    def environment(
+        self, descriptor: Any, sel: list[int] | None, unseen: list[list[int]], compute: Callable[[], np.ndarray]
+    ) -> np.ndarray:
+        """(nt, 2, 3) sums of the environment matrix. unseen: pairs of types that the model excludes."""
         ntypes = len(self.group.split(" "))
-        key = _hash(descriptor, sel or [], ntypes)
+        key = _hash(descriptor, sel or [], unseen, ntypes)
         names = [f"{key}/{part}_{t}" for t in range(ntypes) for part in "ra"]
         known = self.get(*names)
         if known is not None:
@@ -64,8 +66,8 @@ class StatFile:
         self.new = {}
 
 
-def _hash(descriptor: Any, sel: list[int], ntypes: int) -> str:
-    geometry = {
+def _hash(descriptor: Any, sel: list[int], unseen: list[list[int]], ntypes: int) -> str:
+    geometry: dict[str, Any] = {
         "type": "se_a",
         "ntypes": ntypes,
         "rcut": round(descriptor.rcut, 2),
@@ -75,8 +77,9 @@ def _hash(descriptor: Any, sel: list[int], ntypes: int) -> str:
         "mixed_types": False,
     }
     # not part of DeePMD-kit's hash; the sums depend on them, so they are added where they are not the default
-    if descriptor.exclude_types or descriptor.env_protection:
+    if descriptor.exclude_types or descriptor.env_protection or unseen:
         geometry["exclude_types"] = sorted(sorted(p) for p in descriptor.exclude_types)
+        geometry["pair_exclude_types"] = unseen
         geometry["env_protection"] = descriptor.env_protection
     return sha1(json.dumps(geometry).encode()).hexdigest()
 

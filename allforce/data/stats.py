@@ -1,7 +1,7 @@
 """Statistics of the training data: neighbours, environment matrix, energy bias, frame and atomic parameters.
 
-Every rank takes its share of the frames (r, r + W, …) and sums are reduced, so that nothing is done twice and the result is
-the serial one to rounding. With sharding "partition" a rank takes all frames of its own systems (`split` false).
+Every rank takes its share of the frames (r, r + W, …) and sums are reduced, so that nothing is done twice and the result
+is the serial one to rounding. With sharding "partition" a rank takes all frames of its own systems (`split` false).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _gather_rows(rows: np.ndarray, comm: Comm) -> np.ndarray:
 def neighbor_stat(
     systems: list[System], rcut: float, comm: Comm, split: bool = True
 ) -> tuple[float | None, np.ndarray]:
-    """Over all frames: the smallest distance (None without any pair within rcut), and the most neighbours of each type."""
+    """Over all frames: the smallest distance (None without any pair) and the most neighbours of each type within rcut."""
     frames = [(s, k) for s in systems for k in range(s.nframes)]
     ntypes = len(systems[0].type_map)
     least, most = np.inf, np.zeros(ntypes)
@@ -86,7 +86,7 @@ def neighbor_stat(
 
 
 def sel_auto(most: Iterable[int], sel: str) -> list[int]:
-    """ "auto:f" → f times the most neighbours of each type, rounded down, then up to a multiple of 4; "auto" is "auto:1.1"."""
+    """ "auto:f": f times the most neighbours of a type, rounded down, then up to a multiple of 4. "auto" is "auto:1.1"."""
     factor = float(sel.partition(":")[2] or 1.1)
     return [4 * ((int(factor * int(n)) + 3) // 4) for n in most]
 
@@ -162,10 +162,11 @@ def energy_bias(
     preset: Sequence[float | None] | None = None,
     rcond: float | None = None,
     split: bool = True,
+    atom_exclude: Sequence[int] = (),
 ) -> EnergyBias:
     """Energy of an atom of each type, by least squares over frames; atomic energies, where labelled, go before it.
 
-    preset: energies that are given, None where they are not.
+    preset: energies that are given, None where they are not. atom_exclude: types without energy.
     """
     nt = len(systems[0].type_map)
     rows: list[np.ndarray] = []
@@ -179,6 +180,7 @@ def energy_bias(
             value = frame.labels["atom_ener"][real, 0]
             atomic += [np.bincount(frame.type[real], w, minlength=nt) for w in (np.ones_like(value), value, value**2)]
     table = _gather_rows(np.array(rows).reshape(-1, nt + 1), comm)
+    table[:, list(atom_exclude)] = 0
     fit = fit_energy_bias(table[:, :nt], table[:, nt], preset, rcond)
     count, total, squares = _reduce(atomic, comm)
     known = count > 0
@@ -202,7 +204,7 @@ def fit_energy_bias(
     solved = np.linalg.lstsq(np.where(fixed, 0.0, counts), energy - counts @ bias, rcond=rcond)[0]
     bias = np.where(fixed, bias, solved)
     residual = energy - counts @ bias
-    rmse = float(np.sqrt(np.mean((residual / counts.sum(axis=1)) ** 2)))
+    rmse = float(np.sqrt(np.mean((residual / np.maximum(counts.sum(axis=1), 1)) ** 2)))
     return EnergyBias(bias, np.full(nt, residual.std()), rmse)
 
 
@@ -269,11 +271,14 @@ def statistics(loader: Loader, model: Any, comm: Comm, stat_file: str | None = N
     descriptor, fitting, dataset = model.descriptor, model.fitting_net, loader.dataset
     sample = stat_sample(dataset, model.data_stat_nbatch)
     file = StatFile(stat_file, dataset.type_map, comm)
-    sums = file.environment(descriptor, loader.sel, lambda: envmat_sums(loader, descriptor, sample, comm, split))
+    unseen = [] if loader.seen is None else np.argwhere(~loader.seen).tolist()
+    sums = file.environment(
+        descriptor, loader.sel, unseen, lambda: envmat_sums(loader, descriptor, sample, comm, split)
+    )
     preset = (model.preset_out_bias or {}).get("energy") or fitting.atom_ener or None
     energy = file.get("bias_atom_energy", "std_atom_energy")
     if energy is None or preset is not None:
-        found = energy_bias(dataset.systems, sample, comm, preset, fitting.rcond, split)
+        found = energy_bias(dataset.systems, sample, comm, preset, fitting.rcond, split, model.atom_exclude_types)
         file.put(bias_atom_energy=found.bias[:, None], std_atom_energy=found.std[:, None])
     else:
         found = EnergyBias(energy[0][:, 0], energy[1][:, 0], None)

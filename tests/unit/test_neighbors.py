@@ -1,0 +1,106 @@
+"""Neighbour lists against ASE's, an independent code, over a grid of cells."""
+
+import ase.neighborlist
+import numpy as np
+import pytest
+from ase import Atoms
+from ase.build import bulk
+
+from allforce.errors import UserError
+from allforce.neighbors import check_distances, limit_to_sel, neighbor_list
+
+CELLS = {
+    "cubic": np.eye(3) * 7.0,
+    "small": np.diag([2.1, 2.4, 2.0]),  # many images
+    "flat": np.diag([2.0, 9.0, 15.0]),
+    "triclinic": np.array([[5.0, 0.0, 0.0], [2.3, 4.1, 0.0], [-1.9, 1.2, 3.7]]),
+    "skewed": np.array([[3.0, 0.0, 0.0], [8.0, 3.0, 0.0], [-7.0, 5.0, 3.0]]),
+    "left-handed": np.array([[0.0, 4.5, 0.3], [5.0, 0.1, 0.0], [0.2, 0.4, 4.0]]),
+    "none": None,
+}
+
+
+def table(i, j, r):
+    """Edges as rows in one fixed order."""
+    rows = np.column_stack([i, j, np.round(r, 6) + 0.0])
+    return rows[np.lexsort(rows.T[::-1])]
+
+
+@pytest.mark.parametrize("rcut", [1.5, 4.2])
+@pytest.mark.parametrize("natoms", [1, 2, 9])
+@pytest.mark.parametrize("name", CELLS)
+def test_same_as_ase(name, natoms, rcut):
+    cell = CELLS[name]
+    rng = np.random.default_rng(natoms)
+    coord = rng.random((natoms, 3)) @ (np.eye(3) * 5 if cell is None else cell)
+    i, j, r = neighbor_list(coord, cell, rcut)
+    atoms = Atoms(f"H{natoms}", coord, cell=cell, pbc=cell is not None)
+    expected = ase.neighborlist.neighbor_list("ijD", atoms, rcut)
+    np.testing.assert_allclose(table(i, j, r), table(*expected), atol=2e-6)
+    assert (np.diff(i) >= 0).all()
+    assert i.dtype == j.dtype == np.int32
+
+
+@pytest.mark.parametrize("name", [n for n in CELLS if n != "none"])
+def test_images_of_atoms_do_not_matter(name):
+    cell = CELLS[name]
+    rng = np.random.default_rng(3)
+    coord = rng.random((6, 3)) @ cell
+    far = coord + rng.integers(-40, 40, (6, 3)) @ cell
+    near_edges, far_edges = neighbor_list(coord, cell, 3.3), neighbor_list(far, cell, 3.3)
+    assert len(near_edges[0]) > 0
+    np.testing.assert_allclose(table(*near_edges), table(*far_edges), atol=2e-6)
+
+
+def test_edge_vector_is_neighbour_minus_centre():
+    i, j, r = neighbor_list(np.array([[0.5, 0, 0], [9.8, 0, 0]]), np.eye(3) * 10, 2.0)
+    assert i.tolist() == [0, 1] and j.tolist() == [1, 0]
+    np.testing.assert_allclose(r, [[-0.7, 0, 0], [0.7, 0, 0]], atol=1e-12)
+
+
+def test_one_atom_without_cell_and_no_atom():
+    for coord in (np.zeros((1, 3)), np.zeros((0, 3))):
+        i, j, r = neighbor_list(coord, None, 5.0)
+        assert len(i) == len(j) == 0 and r.shape == (0, 3)
+
+
+def test_results_do_not_share_memory_with_the_calculator():
+    coord = np.array([[0.0, 0, 0], [1.0, 0, 0]])
+    first = neighbor_list(coord, None, 2.0)
+    neighbor_list(coord * 1.5, None, 2.0)
+    np.testing.assert_allclose(first[2], [[1, 0, 0], [-1, 0, 0]])
+
+
+def test_cell_without_volume():
+    with pytest.raises(UserError, match="no volume"):
+        neighbor_list(np.zeros((1, 3)), np.diag([1.0, 1.0, 0.0]), 3.0)
+
+
+def test_atoms_on_one_place():
+    coord = np.array([[0.0, 0, 0], [5.0, 5, 5], [9.9999, 0, 0]])
+    edges = neighbor_list(coord, np.eye(3) * 10, 3.0)
+    with pytest.raises(UserError, match="box, frame 7: atoms 12 and 10 .*1.0e-04 Å"):
+        check_distances(*edges, "box, frame 7", order=np.array([12, 11, 10]))
+    assert check_distances(*neighbor_list(coord[:2], None, 9.0), "") == pytest.approx(75**0.5)
+
+
+def test_sel_keeps_the_nearest_of_each_type():
+    atoms = bulk("NaCl", "rocksalt", a=5.64, cubic=True)
+    atoms.rattle(0.1, seed=1)
+    type = (atoms.numbers == 17).astype(np.int64)
+    i, j, r = neighbor_list(atoms.positions, atoms.cell.array, 6.0)
+    sel = [7, 5]
+    ki, kj, kr, dropped = limit_to_sel(i, j, r, type, sel)
+    assert dropped == len(i) - len(ki) == len(i) - 8 * 12
+    for a in range(len(atoms)):
+        for t in range(2):
+            of_all = np.sort(np.linalg.norm(r[(i == a) & (type[j] == t)], axis=1))
+            kept = np.linalg.norm(kr[(ki == a) & (type[kj] == t)], axis=1)
+            np.testing.assert_array_equal(np.sort(kept), of_all[: sel[t]])
+    assert (np.diff(ki) >= 0).all()
+
+
+def test_sel_large_enough_changes_nothing():
+    i, j, r = neighbor_list(np.random.default_rng(0).random((5, 3)), np.eye(3) * 3, 3.0)
+    ki, kj, kr, dropped = limit_to_sel(i, j, r, np.array([0, 1, 1, 0, 2]), [500, 500, 500])
+    assert dropped == 0 and ki is i and kj is j and kr is r
