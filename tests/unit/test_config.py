@@ -277,7 +277,7 @@ def test_own_keys_are_written_only_when_set() -> None:
     nodes=st.integers(8, 999),
 )
 @settings(max_examples=60, deadline=None)
-def test_round_trip_of_anything(rcut, smooth, neuron, seed, rate, schedule, optimizer, batch, nodes) -> None:  # type: ignore[no-untyped-def]
+def test_round_trip_of_anything(rcut, smooth, neuron, seed, rate, schedule, optimizer, batch, nodes) -> None:
     descriptor = {"type": "se_a", "rcut": rcut, "rcut_smth": rcut * smooth, "neuron": neuron, "n_axis_neuron": 4}
     config = parse_input(
         water(
