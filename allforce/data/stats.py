@@ -54,7 +54,7 @@ def _reduce(sums: np.ndarray, comm: Comm, op: str = "sum") -> np.ndarray:
     return tensor.numpy()
 
 
-def _gather_rows(rows: np.ndarray, comm: Comm) -> np.ndarray:
+def gather_rows(rows: np.ndarray, comm: Comm) -> np.ndarray:
     """The rows of all ranks, in an order that does not depend on who had which."""
     counts = comm.gather(len(rows))
     table = np.zeros((sum(counts), rows.shape[1]))
@@ -68,17 +68,21 @@ def _gather_rows(rows: np.ndarray, comm: Comm) -> np.ndarray:
 
 
 def neighbor_stat(
-    systems: list[System], rcut: float, comm: Comm, split: bool = True
+    systems: list[System], rcut: float, comm: Comm, split: bool = True, mixed: bool = False
 ) -> tuple[float | None, np.ndarray]:
-    """Over all frames: the smallest distance (None without any pair) and the most neighbours of each type within rcut."""
+    """Over all frames: the smallest distance (None without any pair) and the most neighbours of each type within rcut.
+
+    mixed: of all types together.
+    """
     frames = [(s, k) for s in systems for k in range(s.nframes)]
-    ntypes = len(systems[0].type_map)
+    ntypes = 1 if mixed else len(systems[0].type_map)
     least, most = np.inf, np.zeros(ntypes)
     for system, k in share(frames, comm, split):
         frame = system.frame(k).by_type()
         i, j, r = neighbor_list(frame.coord, frame.cell, rcut)
         least = min(least, check_distances(i, j, r, f"{system.name}, frame {k}", frame.order))
-        count = np.bincount(i * np.int64(ntypes) + frame.type[j], minlength=len(frame.type) * ntypes)
+        neighbor = np.zeros_like(j) if mixed else frame.type[j]
+        count = np.bincount(i * np.int64(ntypes) + neighbor, minlength=len(frame.type) * ntypes)
         most = np.maximum(most, count.reshape(-1, ntypes).max(axis=0, initial=0))
     most = _reduce(most, comm, "max").astype(np.int64)
     least = float(_reduce(np.array([least]), comm, "min")[0])
@@ -179,7 +183,7 @@ def energy_bias(
         if "atom_ener" in frame.labels:
             value = frame.labels["atom_ener"][real, 0]
             atomic += [np.bincount(frame.type[real], w, minlength=nt) for w in (np.ones_like(value), value, value**2)]
-    table = _gather_rows(np.array(rows).reshape(-1, nt + 1), comm)
+    table = gather_rows(np.array(rows).reshape(-1, nt + 1), comm)
     table[:, list(atom_exclude)] = 0
     fit = fit_energy_bias(table[:, :nt], table[:, nt], preset, rcond)
     count, total, squares = _reduce(atomic, comm)
