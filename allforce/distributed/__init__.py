@@ -1,0 +1,1 @@
+"""The workers of a job: how they were started (launch), how they meet (connect), how they sum (Comm)."""

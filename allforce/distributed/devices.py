@@ -1,0 +1,100 @@
+"""One GPU per local rank, or a fair share of the CPU cores."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from ..errors import UserError
+from .launch import World
+
+Env = Mapping[str, str]
+INTRA = ("DP_INTRA_OP_PARALLELISM_THREADS", "TF_INTRA_OP_PARALLELISM_THREADS", "OMP_NUM_THREADS")
+INTER = ("DP_INTER_OP_PARALLELISM_THREADS", "TF_INTER_OP_PARALLELISM_THREADS")
+
+
+@dataclass(frozen=True)
+class Threads:
+    intra: int  # within one operation
+    inter: int  # operations at a time
+    source: str  # the variable that set `intra`, or how it was computed
+
+
+def setup(world: World) -> tuple[torch.device, Threads]:
+    """Choose the device of this rank and set torch's threads. Call it before the first tensor operation."""
+    device, threads = choose_device(world), choose_threads(world)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.set_num_threads(threads.intra)
+    if torch.get_num_interop_threads() != threads.inter:
+        torch.set_num_interop_threads(threads.inter)
+    os.environ.setdefault("NUMBA_NUM_THREADS", str(threads.intra))
+    return device, threads
+
+
+def choose_device(world: World, env: Env = os.environ, count: int | None = None) -> torch.device:
+    """Of the `count` GPUs this process sees (CUDA_VISIBLE_DEVICES) the one of its local rank; DEVICE=cpu takes none."""
+    count = torch.cuda.device_count() if count is None else count
+    if count == 0 or env.get("DEVICE", "").lower() == "cpu":
+        return torch.device("cpu")
+    if world.local_size <= count:
+        return torch.device("cuda", world.local_rank)
+    # Schedulers may show each task its own GPU only; connect() checks that no two ranks hold the same one.
+    if "SLURM_GPUS_PER_TASK" in env or (count == 1 and env.get("CUDA_VISIBLE_DEVICES")):
+        return torch.device("cuda", 0)
+    visible = env.get("CUDA_VISIBLE_DEVICES", "not set")
+    raise UserError(
+        f"{world.local_size} workers on this host but only {count} visible GPU(s) (CUDA_VISIBLE_DEVICES {visible}):"
+        f" each worker needs its own. Start {count} worker(s) per host, or set DEVICE=cpu to train on the CPUs."
+    )
+
+
+def choose_threads(world: World, env: Env = os.environ, cores: int | None = None) -> Threads:
+    """What the user set, else this rank's share of the cores."""
+    inter = next((n for name in INTER if (n := _threads(name, env))), 1)
+    for name in INTRA:
+        if n := _threads(name, env):
+            return Threads(n, inter, name)
+    cores = physical_cores(os.sched_getaffinity(0)) if cores is None else cores
+    if world.size == 1 or bound_by_launcher(world):
+        return Threads(cores, inter, f"{cores} cores of this worker")
+    return Threads(max(1, cores // world.local_size), inter, f"{cores} cores / {world.local_size} workers")
+
+
+def bound_by_launcher(world: World) -> bool:
+    """mpirun may have given this rank cores of its own: fewer than the launcher's process itself may use."""
+    try:
+        return (
+            len(os.sched_getaffinity(0)) < len(os.sched_getaffinity(world.launcher_pid)) and world.launcher != "slurm"
+        )
+    except OSError:
+        return False
+
+
+def physical_cores(cpus: set[int]) -> int:
+    """Cores among these logical CPUs: two hardware threads of one core count once."""
+    cores = set()
+    for cpu in cpus:
+        topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
+        try:
+            cores.add(((topology / "physical_package_id").read_text(), (topology / "core_id").read_text()))
+        except OSError:
+            return min(len(cpus), psutil.cpu_count(logical=False) or len(cpus))
+    return len(cores)
+
+
+def _threads(name: str, env: Env) -> int:
+    """0 and unset mean: choose."""
+    text = env.get(name, "").split(",")[0]  # OMP_NUM_THREADS may list nested levels
+    try:
+        number = int(text or 0)
+    except ValueError:
+        number = -1
+    if number < 0:
+        raise UserError(f"{name}={env[name]} should be a number of threads, 0 or more.")
+    return number

@@ -1,0 +1,210 @@
+"""How the workers of a job find each other: one key-value store that all of them reach, within a time limit.
+
+Rank 0 opens a TCP store, unless torchrun's agent holds one already. Its address is known beforehand (MASTER_ADDR, a
+node list), or rank 0 announces it: in a file on one host, in Horovod's HTTP store, or through MPI.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import hashlib
+import json
+import os
+import secrets
+import socket
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+
+from ..errors import UserError
+from .launch import World
+
+LATECOMERS = 25.0  # seconds: a rank still missing so long after the store was found has died at its start
+
+REMEDIES = {
+    "slurm": "export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1) MASTER_PORT=29500",
+    "openmpi": "mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 …",
+    "hydra": "mpirun -genv MASTER_ADDR <host of rank 0> -genv MASTER_PORT 29500 …",
+    "pals": "export MASTER_ADDR=$(head -n 1 $PBS_NODEFILE) MASTER_PORT=29500",
+    "jsrun": "export MASTER_ADDR=$(sort -u $LSB_DJOB_RANKFILE | grep -v batch | head -n 1) MASTER_PORT=29500",
+    "flux": "export MASTER_ADDR=$(flux hostlist --expand local | cut -d' ' -f1) MASTER_PORT=29500",
+}
+
+Announce = Callable[[Any], Any]  # takes rank 0's record (None elsewhere), returns it on every rank
+
+
+def time_limit() -> float:
+    """Seconds the workers may take to find each other (ALLFORCE_TIMEOUT)."""
+    text = os.environ.get("ALLFORCE_TIMEOUT", "60")
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError(f"ALLFORCE_TIMEOUT={text} should be a number of seconds.") from None
+
+
+def no_contact(world: World, why: str) -> UserError:
+    """The error of a launcher that says N workers when they do not find each other."""
+    remedy = REMEDIES.get(world.launcher, "export MASTER_ADDR=<host of rank 0> MASTER_PORT=29500")
+    return UserError(
+        f"{world.started_by} started this process as rank {world.rank} of {world.size}, but the workers did not find"
+        f" each other: {why} Add this line before the command (or within it), with a free port:\n    {remedy}\n"
+        "If only one process was meant: export ALLFORCE_LAUNCHER=none. If workers start slowly: ALLFORCE_TIMEOUT=300."
+    )
+
+
+def open_store(world: World, limit: float, announce: Announce | None = None) -> dist.Store:
+    """The store of this job, reached from this rank. `announce` (MPI) is used when nothing else leads to rank 0."""
+    deadline = time.monotonic() + limit
+    kind, _, place = world.meeting.partition("://")
+    if kind in ("agent", "tcp"):
+        host, _, port = place.rpartition(":")
+        serve = kind == "tcp" and world.rank == 0
+        store = _serve("", int(port)) if serve else _connect(world, host.strip("[]"), int(port), deadline)
+    elif kind == "local":
+        store = _announced(world, _file_announce(world), deadline)
+    elif kind == "http":
+        store = _announced(world, _http_announce(world), deadline)
+    elif announce is not None:
+        store = _announced(world, lambda record, deadline: announce(record), deadline)
+    else:
+        raise no_contact(world, "nothing in the environment leads to rank 0, and mpi4py cannot be used to ask it.")
+    return dist.PrefixStore(world.job_key, store) if kind == "agent" else store
+
+
+def _serve(address: str, port: int) -> dist.TCPStore:
+    try:
+        if address or not socket.has_dualstack_ipv6():
+            listener = socket.create_server((address, port), backlog=4096)
+        else:
+            listener = socket.create_server(("", port), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True)
+    except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            raise
+        why = "in use by another program" if error.errno == errno.EADDRINUSE else "reserved for the system"
+        raise UserError(
+            f"Port {port} on {socket.gethostname()}, where rank 0 waits for the other workers, is {why}."
+            f" Choose another one: export MASTER_PORT={port + 1 if port >= 1024 else 29500}"
+        ) from None
+    port = listener.getsockname()[1]
+    store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return store
+
+
+def _connect(world: World, host: str, port: int, deadline: float) -> dist.TCPStore:
+    while True:  # a plain socket first: it fails quietly until rank 0 listens
+        left = deadline - time.monotonic()
+        try:
+            socket.create_connection((host, port), timeout=max(0.1, min(5.0, left))).close()
+            return dist.TCPStore(
+                host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=max(1.0, left))
+            )
+        except (OSError, dist.DistError) as error:
+            if left <= 0:
+                raise no_contact(world, f"rank 0 does not answer at {host} port {port} ({error}).") from None
+            time.sleep(0.1)
+
+
+def _announced(world: World, announce: Callable[[Any, float], Any], deadline: float) -> dist.TCPStore:
+    """Rank 0 opens a store on a free port and tells where; a wrong or old record is recognised by its nonce."""
+    if world.rank == 0:
+        store = _serve("127.0.0.1" if world.one_host else "", 0)
+        nonce = secrets.token_hex(8)
+        store.set("nonce", nonce)
+        announce({"addresses": _addresses(world), "port": store.port, "size": world.size, "nonce": nonce}, deadline)
+        return store
+    while True:
+        record = announce(None, deadline)
+        if record and record["size"] == world.size:
+            for address in record["addresses"]:
+                try:
+                    store = _connect(world, address, record["port"], min(deadline, time.monotonic() + 2))
+                    if store.check(["nonce"]) and store.get("nonce").decode() == record["nonce"]:
+                        return store
+                except UserError:
+                    continue
+        if time.monotonic() > deadline:
+            heard = f"its record {record} leads nowhere" if record else "it left no record"
+            raise no_contact(world, f"rank 0 was not found ({heard}); it may have died at its start.")
+        time.sleep(0.1)
+
+
+def _addresses(world: World) -> list[str]:
+    if world.one_host:
+        return ["127.0.0.1"]
+    found = [a.address for nics in psutil.net_if_addrs().values() for a in nics if a.family == socket.AF_INET]
+    return [socket.gethostname(), *(address for address in found if not address.startswith("127."))]
+
+
+def _file_announce(world: World) -> Callable[[Any, float], Any]:
+    """A file in a directory of this user only, named by the job; it appears whole or not at all."""
+    folder = Path(tempfile.gettempdir()) / f"allforce-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o077 or folder.is_symlink():
+        raise UserError(f"{folder} should be a directory of this user with mode 0700; remove it, or set TMPDIR.")
+    path = folder / hashlib.sha256(world.job_key.encode()).hexdigest()[:24]
+
+    def announce(record: Any, deadline: float) -> Any:
+        if world.rank == 0:
+            part = path.with_suffix(f".{os.getpid()}")
+            part.write_text(json.dumps(record))
+            part.replace(path)
+            atexit.register(path.unlink, missing_ok=True)
+            return record
+        try:
+            return json.loads(path.read_text())
+        except FileNotFoundError:
+            return None
+
+    return announce
+
+
+def _http_announce(world: World) -> Callable[[Any, float], Any]:
+    """horovodrun's own key-value server: PUT and GET /scope/key, 404 until the key is there."""
+    url = f"{world.meeting}/allforce/store"
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a web proxy
+
+    def announce(record: Any, deadline: float) -> Any:
+        body = json.dumps(record).encode() if world.rank == 0 else None
+        request = urllib.request.Request(url, data=body, method="PUT" if world.rank == 0 else "GET")
+        while True:
+            try:
+                with direct.open(request, timeout=5) as answer:
+                    return record if world.rank == 0 else json.loads(answer.read())
+            except urllib.error.HTTPError as error:
+                if error.code != 404 or world.rank == 0:
+                    raise no_contact(world, f"Horovod's store {url} answered {error}.") from None
+                return None
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise no_contact(world, f"Horovod's store {url} does not answer ({error}).") from None
+                time.sleep(0.1)
+
+    return announce
+
+
+def call_the_roll(world: World, store: dist.Store, entry: dict[str, Any], limit: float) -> list[dict[str, Any]]:
+    """Every rank writes its entry and waits for all others; those missing are named."""
+    if store.add(f"claims/{world.rank}", 1) > 1:
+        raise UserError(
+            f"Two processes claim to be rank {world.rank} of {world.size}: variables of two launchers are mixed."
+        )
+    store.set(f"roll/{world.rank}", json.dumps(entry | {"size": world.size}))
+    keys = [f"roll/{rank}" for rank in range(world.size)]
+    deadline = time.monotonic() + min(limit, LATECOMERS)
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            missing = [rank for rank in range(world.size) if not store.check([keys[rank]])]
+            names = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
+            raise no_contact(world, f"rank {names} did not appear; it may have died at its start (see its output).")
+        time.sleep(0.05)
+    return [json.loads(store.get(key)) for key in keys]
