@@ -11,7 +11,7 @@ from pathlib import Path
 
 from allforce.errors import UserError
 from allforce.infer.container import read_tree, write_tree
-from allforce.infer.pt_checkpoint import potential_from_pt
+from allforce.infer.pt_checkpoint import potential_from_pt, read_pt
 from allforce.infer.tree import potential_from_tree, tree_from_potential, validated_config
 from allforce.models.potential import Potential
 from allforce.train import checkpoint
@@ -55,6 +55,17 @@ def save_model(model: Potential, path: str | Path) -> None:
     if not path.parent.is_dir():
         raise UserError(f"{path}: the directory {path.parent} does not exist.")
     write_tree(path, tree_from_potential(model))
+
+
+def observed_types(path: str | Path) -> list[str] | None:
+    """The elements that the training data held, where the file says so (DeePMD-kit's PyTorch backend records it)."""
+    path = Path(path)
+    script: dict = {}
+    if path.suffix in WRITTEN:
+        script = read_tree(path).get("model_def_script") or {}
+    elif path.suffix == ".pt":
+        script = read_pt(path)[1]
+    return (script.get("info") or {}).get("observed_type")
 
 
 def _potential_from_checkpoint(path: Path) -> Potential:

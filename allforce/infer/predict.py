@@ -16,6 +16,7 @@ from allforce.data.batch import Batch, Frame
 from allforce.data.loader import collate
 from allforce.errors import UserError
 from allforce.infer.model_file import load_model
+from allforce.infer.tree import precision
 from allforce.models.potential import Potential
 from allforce.neighbors import limit_to_sel, neighbor_list
 
@@ -57,12 +58,18 @@ class DeepPot:
         self._lay_table(table)
 
     def _lay_table(self, mode: str) -> None:
-        dtype = str(self.model.descriptor.nets[0].layers[0].w.dtype).removeprefix("torch.")
-        self.model.set_table(mode, TOLERANCE[dtype], 64)
+        if mode not in ("table", "exact"):
+            raise UserError(f"DeepPot: table is {mode!r}; expected 'table' or 'exact'.")
+        self.model.set_table(mode, TOLERANCE[self.precision])
         if grown := self.model.check_table():
             log.debug(grown)
 
     # ---- what the model is
+
+    @property
+    def precision(self) -> str:
+        """Of the descriptor's nets: float64 or float32."""
+        return precision(self.model.descriptor.nets)
 
     def get_ntypes(self) -> int:
         return len(self.model.type_map)
@@ -179,12 +186,12 @@ class DeepPot:
             if group and atoms + len(frame.type) > self.max_atoms:
                 yield group
                 group, atoms = [], 0
-            group.append(self._checked(frame))
+            group.append(self.checked(frame))
             atoms += len(frame.type)
         if group:
             yield group
 
-    def _checked(self, frame: Frame) -> Frame:
+    def checked(self, frame: Frame) -> Frame:
         """The frame without labels, with the parameters that the model wants."""
         bad = (frame.type < -1) | (frame.type >= self.get_ntypes())
         if bad.any():

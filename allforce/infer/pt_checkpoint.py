@@ -33,7 +33,7 @@ FITTING = "atomic_model.fitting_net"
 
 
 def potential_from_pt(path: Path) -> Potential:
-    state, params = _load(path)
+    state, params = read_pt(path)
     source = str(path)
     potential = Potential(_config(params, source))
     copy_nets(potential.descriptor.nets, _nets(state, DESCRIPTOR, source), f"{source}: embedding net")
@@ -44,7 +44,7 @@ def potential_from_pt(path: Path) -> Potential:
         raise UserError(f"{path}: no tensor {error} in the checkpoint.") from None
     set_environment_statistics(potential, davg, dstd, source)
     biases = (state.get(f"{FITTING}.bias_atom_e"), state.get("atomic_model.out_bias"))
-    set_bias(potential, *(None if b is None else numpy(b) for b in biases), source)
+    set_bias(potential, source, *(None if b is None else numpy(b) for b in biases))
     for name in ("fparam_avg", "fparam_inv_std", "aparam_avg", "aparam_inv_std"):
         if state.get(f"{FITTING}.{name}") is not None:
             copy_array(getattr(potential.fitting, name), numpy(state[f"{FITTING}.{name}"]), f"{source}: {name}")
@@ -53,7 +53,7 @@ def potential_from_pt(path: Path) -> Potential:
     return potential
 
 
-def _load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read_pt(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors by their path below the model, and the model section."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)

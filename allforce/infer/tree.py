@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from pydantic import ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 
 from allforce.config.schema import DescriptorSeE2A, FittingEner, ModelConfig
 from allforce.errors import UserError
-from allforce.models.layers import Layer, Net
+from allforce.models.layers import Layer
 from allforce.models.potential import Potential
 
 # the newest version of each part that this reader understands
@@ -57,7 +57,7 @@ def potential_from_tree(tree: dict, source: str) -> Potential:
             f"{source}: written by DeePMD-kit's TensorFlow backend with out_std = {np.ravel(out_std).tolist()}. "
             "Only out_std = 1 can be read, because the backends disagree on its meaning."
         )
-    set_bias(potential, stored.get("bias_atom_e"), out.get("out_bias"), source)
+    set_bias(potential, source, stored.get("bias_atom_e"), out.get("out_bias"))
     for name in ("fparam_avg", "fparam_inv_std", "aparam_avg", "aparam_inv_std"):
         if stored.get(name) is not None:
             copy_array(getattr(potential.fitting, name), stored[name], f"{source}: {name}")
@@ -199,7 +199,7 @@ def set_environment_statistics(potential: Potential, davg: Any, dstd: Any, sourc
     copy_array(potential.descriptor.dstd, dstd[:, 0], f"{source}: dstd")
 
 
-def set_bias(potential: Potential, bias_atom_e: Any, out_bias: Any, source: str) -> None:
+def set_bias(potential: Potential, source: str, bias_atom_e: Any, out_bias: Any) -> None:
     total = np.zeros(len(potential.type_map))
     for name, part in (("bias_atom_e", bias_atom_e), ("out_bias", out_bias)):
         if part is None:
@@ -359,7 +359,7 @@ def _fitting(potential: Potential) -> dict:
     }
 
 
-def _layers(net: Net, dtype: str) -> list[dict]:
+def _layers(net: Any, dtype: str) -> list[dict]:
     return [
         {
             "@class": "Layer",
@@ -384,8 +384,8 @@ def numpy(x: Tensor) -> np.ndarray:
     return x.detach().cpu().numpy()
 
 
-def precision(nets: Any) -> str:
-    return str(nets[0].layers[0].w.dtype).removeprefix("torch.")
+def precision(nets: nn.ModuleList) -> str:
+    return str(next(nets.parameters()).dtype).removeprefix("torch.")
 
 
 def _version() -> str:

@@ -1,0 +1,21 @@
+"""`dp freeze`: from a checkpoint to the model file that DeePMD-kit and this program read."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from allforce.infer.model_file import CONVERTIBLE, WRITTEN, load_model, save_model
+from allforce.train.checkpoint import find
+
+log = logging.getLogger("deepmd.entrypoints.freeze")
+
+
+def freeze(checkpoint: str = ".", output: str = "frozen_model") -> Path:
+    """checkpoint: a directory with a file `checkpoint`, a prefix (model.ckpt) or a file; output without suffix: .dp."""
+    path = Path(output)
+    if path.suffix not in (*WRITTEN, *CONVERTIBLE):
+        path = path.with_name(path.name + WRITTEN[0])
+    save_model(load_model(find(checkpoint)), path)
+    log.info("Saved frozen model to %s", path)
+    return path
