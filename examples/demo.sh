@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Train the water example, test it, draw its learning curve: all in demo/. Called by `make demo`.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+rm -rf demo && mkdir demo && cd demo
+ln -s ../examples/water/data data
+cp ../examples/water/input.json .
+
+run() {
+    printf '\n$ %s\n' "$*"
+    "$@"
+}
+run dp train --workers 2 input.json -l train.log
+run dp freeze -o model.dp
+run dp test -m model.dp -s data/valid
+run python ../examples/plot_lcurve.py lcurve.out learning_curve.png
+
+printf '\nWhat is now in demo/:\n'
+printf '  %-20s %s\n' learning_curve.png 'errors of training and validation, as a picture' \
+    lcurve.out 'the same as numbers' train.log 'the log' \
+    model.dp 'the trained model, for ASE, for dp test, for DeePMD-kit' \
+    'model.ckpt*' 'checkpoints, to go on with: dp train --restart model.ckpt input.json'
