@@ -1,7 +1,7 @@
 """Statistics of the training data: neighbours, environment matrix, energy bias, frame and atomic parameters.
 
-Every rank takes its share of the frames (r, r + W, …) and sums are reduced, so that nothing is done twice and the result
-is the serial one to rounding. With sharding "partition" a rank takes all frames of its own systems (`split` false).
+Every rank takes its share of the frames (r, r + W, …) and sums are reduced, so that nothing is done twice and the
+result is the serial one to rounding. With sharding "partition" a rank takes all frames of its systems (`split` false).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def gather_rows(rows: np.ndarray, comm: Comm) -> np.ndarray:
 def neighbor_stat(
     systems: list[System], rcut: float, comm: Comm, split: bool = True, mixed: bool = False
 ) -> tuple[float | None, np.ndarray]:
-    """Over all frames: the smallest distance (None without any pair) and the most neighbours of each type within rcut.
+    """Over all frames: the smallest distance (None without a pair) and the most neighbours of each type in rcut.
 
     mixed: of all types together.
     """
@@ -90,7 +90,7 @@ def neighbor_stat(
 
 
 def sel_auto(most: Iterable[int], sel: str) -> list[int]:
-    """ "auto:f": f times the most neighbours of a type, rounded down, then up to a multiple of 4. "auto" is "auto:1.1"."""
+    """ "auto:f": f times the most neighbours of a type, truncated, then up to a multiple of 4; "auto" is "auto:1.1"."""
     factor = float(sel.partition(":")[2] or 1.1)
     return [4 * ((int(factor * int(n)) + 3) // 4) for n in most]
 
