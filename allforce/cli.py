@@ -94,17 +94,31 @@ def parser() -> ArgumentParser:
     top = ArgumentParser("dp", description="Allforce: trains and uses Deep Potentials, on one worker or many.")
     top.add_argument("--version", action="version", version=f"Allforce v{__version__}")
     backend = top.add_mutually_exclusive_group()
-    backend.add_argument("-b", "--backend", choices=list(BACKENDS), help="accepted for compatibility: there is one backend")
+    backend.add_argument(
+        "-b", "--backend", choices=list(BACKENDS), help="accepted for compatibility: there is one backend"
+    )
     for name, flags in BACKENDS.items():
         backend.add_argument(*flags, dest="backend", action="store_const", const=name, help=argparse.SUPPRESS)
     commands = top.add_subparsers(title="commands", dest="command", metavar="COMMAND")
-    for add in (_train, _test, _freeze, _show, _neighbor_stat, _model_devi, _eval_desc, _change_bias, _doc, _scaling_test):
+    for add in (
+        _train,
+        _test,
+        _freeze,
+        _show,
+        _neighbor_stat,
+        _model_devi,
+        _eval_desc,
+        _change_bias,
+        _doc,
+        _scaling_test,
+    ):
         add(commands)
     return top
 
 
 def _command(commands, name: str, run, help: str) -> ArgumentParser:
-    p = commands.add_parser(name, help=help, description=help, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    form = argparse.ArgumentDefaultsHelpFormatter
+    p = commands.add_parser(name, help=help, description=help, formatter_class=form, allow_abbrev=False)
     p.add_argument("-v", "--log-level", choices=LOG_LEVELS, default="INFO", help="least important lines that are shown")
     p.add_argument("-l", "--log-path", metavar="FILE", help="also write the log to this file")
     p.set_defaults(run=run)
@@ -115,17 +129,27 @@ def _train(commands) -> None:
     p = _command(commands, "train", train, "train a model")
     p.add_argument("INPUT", help="the input file, JSON or YAML")
     start = p.add_mutually_exclusive_group()
-    start.add_argument("-i", "--init-model", metavar="PREFIX", help="begin with the weights of this checkpoint or model")
+    start.add_argument(
+        "-i", "--init-model", metavar="PREFIX", help="begin with the weights of this checkpoint or model"
+    )
     start.add_argument("-r", "--restart", metavar="PREFIX", help="continue the run of this checkpoint")
     start.add_argument("-f", "--init-frz-model", metavar="FILE", help="begin with the weights of this frozen model")
-    start.add_argument("-t", "--finetune", metavar="FILE", help="begin with this model, its energy bias changed to the new data")
+    start.add_argument(
+        "-t", "--finetune", metavar="FILE", help="begin with this model, its energy bias changed to the new data"
+    )
     p.add_argument("-o", "--output", default="out.json", metavar="FILE", help="where the complete input is written to")
-    p.add_argument("--skip-neighbor-stat", action="store_true", help="do not look for the neighbours of all the data first")
+    p.add_argument(
+        "--skip-neighbor-stat", action="store_true", help="do not look for the neighbours of all the data first"
+    )
     p.add_argument("-m", "--mpi-log", choices=["master", "collect", "workers"], default="master", help=MPI_LOG_HELP)
-    p.add_argument("--workers", metavar="N", help="start N workers on this machine; auto: one per GPU, else cores / threads")
+    p.add_argument(
+        "--workers", metavar="N", help="start N workers on this machine; auto: one per GPU, else cores / threads"
+    )
     engines = ["auto", "torch", "mpi", "horovod", "serial"]
     p.add_argument("--engine", choices=engines, default="auto", help="what carries data between workers")
-    p.add_argument("--use-pretrain-script", action="store_true", help="take the model section from the model to begin with")
+    p.add_argument(
+        "--use-pretrain-script", action="store_true", help="take the model section from the model to begin with"
+    )
     p.add_argument("--model-branch", default="", help="accepted empty only: models have one branch")
     p.add_argument("--force-load", action="store_true", help=argparse.SUPPRESS)
 
@@ -161,7 +185,11 @@ def _test(commands) -> None:
 def _freeze(commands) -> None:
     p = _command(commands, "freeze", freeze, "write the model of a checkpoint to one file")
     p.add_argument(
-        "-c", "--checkpoint-folder", "--checkpoint", default=".", help="checkpoint, prefix, or folder with a file `checkpoint`"
+        "-c",
+        "--checkpoint-folder",
+        "--checkpoint",
+        default=".",
+        help="checkpoint, prefix, or folder with a file `checkpoint`",
     )
     p.add_argument("-o", "--output", default="frozen_model", help="model file: .dp (default) or .yaml")
     p.add_argument("--head", "--model-branch", dest="head", help=argparse.SUPPRESS)
@@ -174,7 +202,9 @@ def _show(commands) -> None:
 
 
 def _neighbor_stat(commands) -> None:
-    p = _command(commands, "neighbor-stat", neighbor_stat, "smallest distance and largest numbers of neighbours of data")
+    p = _command(
+        commands, "neighbor-stat", neighbor_stat, "smallest distance and largest numbers of neighbours of data"
+    )
     p.add_argument("-s", "--system", default=".", help="system, or folder with systems")
     p.add_argument("-r", "--rcut", type=float, required=True, help="cutoff radius in Å")
     p.add_argument("-t", "--type-map", nargs="+", metavar="NAME", help="names of the types")
@@ -225,13 +255,16 @@ def _scaling_test(commands) -> None:
     p.add_argument("INPUT", help="the input file of a training")
     p.add_argument("--workers", default="1,2,4", metavar="W,W,…", help="numbers of workers")
     p.add_argument("--steps", type=int, default=100, help="steps measured for each, after as many to warm up")
-    p.add_argument("--engine", choices=["auto", "torch", "mpi"], default="auto", help="what carries data between workers")
+    p.add_argument(
+        "--engine", choices=["auto", "torch", "mpi"], default="auto", help="what carries data between workers"
+    )
     p.add_argument("-o", "--output", default="scaling.png", help="picture; needs matplotlib")
 
 
 def main(argv: list[str] | None = None) -> int:
     top = parser()
     args = top.parse_args(argv)
+    args.argv = sys.argv[1:] if argv is None else argv
     if args.command is None:
         top.print_help()
         return 0

@@ -37,7 +37,6 @@ class Loss:
         self.terms = [t for t in TERMS if self._pref(t, "start") != 0 or self._pref(t, "limit") != 0]
         mean = "mae" if config.loss_func == "mae" else "rmse"
         self.names = ["rmse"] + [f"{mean}_{t}" for t in self.terms]
-        self.needs_forces = bool({"f", "pf", "v"} & set(self.terms))
         delta = config.huber_delta
         self.huber_delta = list(delta) if isinstance(delta, list | tuple) else [delta] * 3
         self._weights: dict[tuple, Tensor] = {}
@@ -112,6 +111,7 @@ class Loss:
         return self._per_frame(energy - batch.labels["energy"], batch)  # (B,)
 
     def _virial(self, p: Prediction, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        assert p.virial is not None
         return self._per_frame(p.virial - batch.labels["virial"], batch)  # (B, 9)
 
     def _atom_energy(self, p: Prediction, batch: Batch) -> tuple[Tensor, Tensor | None]:

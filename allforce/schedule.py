@@ -15,7 +15,6 @@ from allforce.errors import UserError
 if TYPE_CHECKING:
     from allforce.config.schema import LearningRateCosine, LearningRateExp, LearningRateWSD
 
-DEFAULT_STOP_LR = 5e-8
 SMALLEST_LR = 1e-10  # floor of stop_lr inside the logarithm of the exponential schedule
 
 FACTORS = {"linear": float, "sqrt": sqrt, "none": lambda workers: 1.0}
@@ -29,21 +28,16 @@ def worker_factor(scale_by_worker: str, workers: int) -> float:
 class Schedule:
     """lr(t), the unscaled rate, and rate(t), what the optimizer uses with W workers."""
 
-    def __init__(self, config: LearningRateExp | LearningRateCosine | LearningRateWSD, numb_steps: int, workers: int = 1):
+    def __init__(
+        self, config: LearningRateExp | LearningRateCosine | LearningRateWSD, numb_steps: int, workers: int = 1
+    ):
         self.config, self.steps = config, numb_steps
-        self.start = config.start_lr
-        ratio, stop = config.stop_lr_ratio, config.stop_lr
-        self.stop = self.start * ratio if ratio is not None else DEFAULT_STOP_LR if stop is None else stop
+        self.start, self.stop = config.start_lr, config.stop
         self.warmup = int(config.warmup_ratio * numb_steps) if config.warmup_ratio is not None else config.warmup_steps
         if self.warmup and self.warmup >= numb_steps:
             raise UserError(
                 f"learning_rate/warmup_steps: the warm-up of {self.warmup} steps leaves none of the {numb_steps} steps of the run. "
                 "Make it shorter than training/numb_steps."
-            )
-        if config.warmup_from_unscaled and not self.warmup:
-            raise UserError(
-                "learning_rate/warmup_from_unscaled: the rate rises from the unscaled to the scaled one over the warm-up, but "
-                "there is none. Set learning_rate/warmup_steps or learning_rate/warmup_ratio."
             )
         self.factor = worker_factor(config.scale_by_worker, workers)
         self._decay = SCHEDULES[config.type](self, config)
@@ -85,8 +79,6 @@ def _cosine(schedule: Schedule, config: Any):
 def _wsd(schedule: Schedule, config: Any):
     """start until the last D = ratio·T steps, then down to stop with x = (τ - T' + D)/D in one of three ways."""
     total, start, stop = schedule.steps - schedule.warmup, schedule.start, schedule.stop
-    if stop <= 0:
-        raise UserError(f"learning_rate/stop_lr: {stop} with type wsd; it must be larger than 0.")
     length = min(max(int(config.decay_phase_ratio * schedule.steps), 1), total)
     down = {
         "inverse_linear": lambda x: 1 / (x / stop + (1 - x) / start),

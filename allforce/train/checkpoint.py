@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save as serialise
 from torch import Tensor
 
 from allforce.errors import UserError
@@ -51,10 +51,12 @@ def write(path: Path, checkpoint: Checkpoint) -> None:
     header = {"allforce": json.dumps({"format": FORMAT, "version": VERSION, **checkpoint.meta})}
     tensors = {k: v.detach().cpu().contiguous().clone() for k, v in checkpoint.tensors.items()}
     try:
-        save_file(tensors, temporary, metadata=header)
-        _flush(temporary)
+        with open(temporary, "wb") as file:
+            file.write(serialise(tensors, metadata=header))
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, path)
-        _flush(path.parent)
+        _flush_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -72,10 +74,14 @@ def read(path: str | Path) -> Checkpoint:
             "Take an earlier one of the same run."
         ) from None
     if header is None:
-        raise UserError(f"{path}: a safetensors file, but not a checkpoint of allforce. Give one that `dp train` wrote.")
+        raise UserError(
+            f"{path}: a safetensors file, but not a checkpoint of allforce. Give one that `dp train` wrote."
+        )
     meta = json.loads(header)
     if meta.get("version", 0) > VERSION:
-        raise UserError(f"{path}: checkpoint of version {meta['version']}, this program reads up to {VERSION}. Install a newer one.")
+        raise UserError(
+            f"{path}: checkpoint of version {meta['version']}, this program reads up to {VERSION}. Install a newer one."
+        )
     return Checkpoint(tensors, meta, path)
 
 
@@ -86,10 +92,14 @@ def find(name: str | Path) -> Path:
         return path
     if path.is_dir():
         if not (path / NEWEST).is_file():
-            raise UserError(f"{path}: no file `{NEWEST}` in this directory, so it has no newest checkpoint. Give a file or a prefix.")
+            raise UserError(
+                f"{path}: no file `{NEWEST}` in this directory, so it has no newest checkpoint. Give a file or a prefix."
+            )
         found = path / (path / NEWEST).read_text().strip()
         if not found.is_file():
-            raise UserError(f"{path / NEWEST}: names {found.name}, which does not exist. Give an existing file or a prefix.")
+            raise UserError(
+                f"{path / NEWEST}: names {found.name}, which does not exist. Give an existing file or a prefix."
+            )
         return found
     candidates = [path.with_name(path.name + suffix) for suffix in (SUFFIX, ".pt")]
     candidates += [p for _, p in numbered(path)[::-1]]
@@ -133,7 +143,7 @@ def _write_text(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def _flush(path: Path) -> None:
+def _flush_folder(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

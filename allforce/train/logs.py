@@ -1,13 +1,13 @@
 """The log: line formats, where the lines of many workers go, and the blocks that a run prints.
 
-    console (stderr)   [2026-01-31 12:00:00,123] DEEPMD INFO    message
-    several workers    [2026-01-31 12:00:00,123] DEEPMD rank:3  INFO    message
-    file (-l)          the same with the logger's name (45 wide) before the message
+console (stderr)   [2026-01-31 12:00:00,123] DEEPMD INFO    message
+several workers    [2026-01-31 12:00:00,123] DEEPMD rank:3  INFO    message
+file (-l)          the same with the logger's name (45 wide) before the message
 
-    --mpi-log   console                              file
-    master      rank 0                               rank 0
-    collect     all ranks through rank 0, in order   one file, all ranks through rank 0
-    workers     every rank its own                   one for each rank: name_<rank>.ext
+--mpi-log   console                              file
+master      rank 0                               rank 0
+collect     all ranks through rank 0, in order   one file, all ranks through rank 0
+workers     every rank its own                   one for each rank: name_<rank>.ext
 """
 
 from __future__ import annotations
@@ -28,8 +28,20 @@ LEVELS = {"DEBUG": 10, "3": 10, "INFO": 20, "2": 20, "WARNING": 30, "1": 30, "ER
 CONSOLE = "[%(asctime)s] DEEPMD {rank}%(levelname)-7s %(message)s"
 FILE = "[%(asctime)s] DEEPMD {rank}%(levelname)-7s %(name)-45s %(message)s"
 
-ROOT = logging.getLogger("deepmd")
-log = logging.getLogger("deepmd.train")
+ROOT = logging.getLogger("allforce")
+log = logging.getLogger("allforce.train")
+
+
+class Console(logging.StreamHandler):
+    """Whatever stderr is at the moment: a progress bar puts itself in front of it."""
+
+    @property
+    def stream(self):  # type: ignore[override]
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value) -> None:
+        pass
 
 
 class CollectHandler(logging.Handler):
@@ -59,6 +71,11 @@ class CollectHandler(logging.Handler):
         for output in self.outputs:
             output.flush()
 
+    def close(self) -> None:
+        for output in self.outputs:
+            output.close()
+        super().close()
+
     def rescue(self) -> None:
         """The run ends early and the others may be gone: this rank writes what it has to its own stderr."""
         for *_, console, _ in self.lines:
@@ -66,7 +83,9 @@ class CollectHandler(logging.Handler):
         self.lines = []
 
 
-def setup(level: str = "INFO", path: str | None = None, mode: str = "master", comm: Comm | None = None) -> CollectHandler | None:
+def setup(
+    level: str = "INFO", path: str | None = None, mode: str = "master", comm: Comm | None = None
+) -> CollectHandler | None:
     """Send the log to the console and to `path`; returns the handler to flush when lines are collected."""
     rank, size = (comm.rank, comm.size) if comm is not None else (0, 1)
     close()
@@ -103,7 +122,7 @@ def worker_path(path: str, rank: int) -> str:
 
 
 def _outputs(path: str | None) -> list[logging.StreamHandler]:
-    outputs: list[logging.StreamHandler] = [logging.StreamHandler(sys.stderr)]
+    outputs: list[logging.StreamHandler] = [Console()]
     if path is not None:
         try:
             Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,158 @@
+"""`dp train` from its arguments to the end: find the workers, the log, the input; train; let no worker wait for a dead one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import sys
+import time
+from argparse import Namespace
+
+import torch
+
+from allforce import __version__
+from allforce.config.load import load_input, normalised
+from allforce.config.schema import Input
+from allforce.distributed import devices
+from allforce.distributed.comm import Comm
+from allforce.distributed.connect import agree, connect
+from allforce.distributed.launch import World, detect
+from allforce.distributed.spawn import report, run_local_workers, worker_count
+from allforce.errors import UserError
+from allforce.train import logs
+from allforce.train.logs import CollectHandler, log
+from allforce.train.start import Options, Job, prepare
+from allforce.train.trainer import Trainer
+
+
+def train(args: Namespace) -> int:
+    """Start workers of our own, or be one of those a launcher started, or train alone."""
+    if args.model_branch:
+        raise UserError(f"--model-branch {args.model_branch}: models here have one branch. Leave the flag out.")
+    if args.workers is not None and (worker_count(args.workers) > 1 or detect().size > 1):
+        return run_local_workers(args.workers, [sys.executable, "-m", "allforce", *without_workers(args.argv)])
+    world = detect()
+    device, threads = devices.setup(world)
+    comm = connect(world, args.engine, device)
+    collector = None
+    try:
+        collector = logs.setup(args.log_level, args.log_path, args.mpi_log, comm)
+        work(args, world, comm, device, threads, collector)
+    except BaseException as error:
+        if comm.size == 1:
+            raise
+        return give_up(error, comm, collector)
+    comm.close()
+    return 0
+
+
+def work(
+    args: Namespace,
+    world: World,
+    comm: Comm,
+    device: torch.device,
+    threads: devices.Threads,
+    collector: CollectHandler | None,
+) -> None:
+    begun = time.perf_counter()
+    if comm.rank == 0:
+        log.info(f"Allforce version: {__version__}")
+        log.info(f"Configuration path: {args.INPUT}")
+        if world.note:
+            log.warning(world.note)
+    input = load_input(args.INPUT)
+    agree(comm, f"the input {args.INPUT}", hashlib.sha256(json.dumps(normalised(input)).encode()).hexdigest()[:16])
+    names = (
+        "output",
+        "restart",
+        "init_model",
+        "init_frz_model",
+        "finetune",
+        "skip_neighbor_stat",
+        "use_pretrain_script",
+    )
+    options = Options(args.INPUT, **{name: getattr(args, name) for name in names})
+    job = prepare(input, comm, options, device)
+    for line in logs.summary(summary_rows(job, world, comm, device, threads), comm.size > 1):
+        log.info(line)
+    if comm.rank == 0:
+        tell_start(job)
+    if collector is not None:
+        collector.flush_all()
+    Trainer(job, comm, collector).run()
+    log.info(f"wall time: {time.perf_counter() - begun:.3f} s")
+    if collector is not None:
+        collector.flush_all()
+
+
+def summary_rows(
+    job: Job, world: World, comm: Comm, device: torch.device, threads: devices.Threads
+) -> list[tuple[str, str]]:
+    """What the block "Summary of the training" says."""
+    config, schedule = job.input.training, job.schedule
+    sizes = [job.loader.dataset.mixed_batch] if job.loader.dataset.mixed_batch else job.loader.dataset.batch_sizes
+    factor = comm.size * config.acc_freq
+    frames = f"{factor * min(sizes)}" + (f" to {factor * max(sizes)}" if min(sizes) < max(sizes) else "")
+    how = f"{comm.size} workers" + (f", {config.acc_freq} batches each" if config.acc_freq > 1 else "")
+    return [
+        ("world size", str(comm.size)),
+        ("my rank", str(comm.rank)),
+        ("node list", str(world.hosts)),
+        ("running on", socket.gethostname()),
+        ("computing device", f"gpu:{device.index}" if device.type == "cuda" else "cpu:0"),
+        ("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "unset")),
+        ("Count of visible GPU", str(torch.cuda.device_count())),
+        ("num_intra_threads", f"{threads.intra} ({threads.source})"),
+        ("num_inter_threads", str(threads.inter)),
+        ("engine", comm.engine),
+        ("launcher", world.launcher),
+        ("sharding", config.sharding),
+        ("global batch", f"{frames} frames a step ({how})"),
+        ("learning rate", f"{schedule.start:.2e} x {schedule.factor:g} ({job.input.learning_rate.scale_by_worker})"),
+        ("scaled rate", f"{schedule.start * schedule.factor:.2e}"),
+    ]
+
+
+def tell_start(job: Job) -> None:
+    schedule, step = job.schedule, job.state.step
+    parameters = sum(p.numel() for p in job.state.model.parameters())
+    log.info(f"Model Params:  {parameters / 1e6:.3f} M   (Trainable: {job.state.flat.size / 1e6:.3f} M)")
+    log.info(
+        f"Start to train {job.numb_steps} steps." if step == 0 else f"Continue at step {step} of {job.numb_steps}."
+    )
+    log.info(
+        f"start training at lr {schedule.rate(step):.2e} (== {schedule.start * schedule.factor:.2e}), "
+        f"final lr will be {schedule.rate(job.numb_steps):.2e}"
+    )
+
+
+def give_up(error: BaseException, comm: Comm, collector: CollectHandler | None) -> int:
+    """One of several workers cannot go on: say why, once, and end all of them."""
+    if collector is not None:
+        collector.rescue()
+    if isinstance(error, KeyboardInterrupt):
+        comm.abort(130)
+    if isinstance(error, UserError):
+        text, code = f"dp train: error: rank {comm.rank} on {socket.gethostname()}: {error}", 2
+    else:
+        import traceback
+
+        text, code = f"rank {comm.rank} on {socket.gethostname()}:\n{''.join(traceback.format_exception(error))}", 1
+    if comm.rank > 0:
+        time.sleep(1.0)  # mostly all ranks have the same complaint: let the first say it
+    if not report(text, code):
+        print(text, file=sys.stderr, flush=True)
+    comm.abort(code)
+    return code
+
+
+def without_workers(argv: list[str]) -> list[str]:
+    """The command line that a worker is started with."""
+    kept, skip = [], False
+    for word in argv:
+        if not skip and word != "--workers" and not word.startswith("--workers="):
+            kept.append(word)
+        skip = word == "--workers"
+    return kept

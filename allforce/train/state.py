@@ -1,0 +1,112 @@
+"""Everything a run is made of between two steps: step, model, optimizer. It can be written, read and broadcast whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from allforce.config.schema import OptimizerAdam, OptimizerAdamW
+from allforce.distributed.comm import Comm
+from allforce.errors import UserError
+from allforce.models.potential import Potential
+from allforce.train.checkpoint import Checkpoint
+from allforce.train.flat import FlatParameters
+
+OPTIMIZERS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class State:
+    """A model with `step` updates behind it, and the moments of its optimizer."""
+
+    def __init__(
+        self, model: Potential, config: OptimizerAdam | OptimizerAdamW, n_sums: int, precision: str | None = None
+    ):
+        if not any(p.requires_grad for p in model.parameters()):
+            raise UserError(
+                "model: descriptor and fitting net are both `trainable: false`, so there is nothing to train."
+            )
+        self.step, self.model = 0, model
+        self.flat = FlatParameters(model, n_sums, precision)
+        self.optimizer: torch.optim.Optimizer = OPTIMIZERS[config.type](
+            self.flat.flat,
+            lr=0.0,
+            betas=(config.adam_beta1, config.adam_beta2),
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        for flat in self.flat.flat:  # made here and not at the first step, so that they can be filled
+            moments = {name: torch.zeros_like(flat) for name in MOMENTS}
+            self.optimizer.state[flat] = {"step": torch.zeros((), device=flat.device), **moments}
+
+    def update(self, rate: float, max_norm: float | None = None) -> None:
+        """One step of the optimizer with the gradients that lie in the flat buffer."""
+        if max_norm:
+            self.flat.clip(max_norm)
+        self.flat.hand_over()
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.step += 1
+
+    def checkpoint(self, meta: dict[str, Any]) -> Checkpoint:
+        tensors = {f"model/{k}": v for k, v in self.model.state_dict().items()}
+        for name in MOMENTS:
+            moments = self.flat.split([self.optimizer.state[f][name] for f in self.flat.flat])
+            tensors |= {f"optimizer/{name}/{k}": v for k, v in moments.items()}
+        return Checkpoint(tensors, {**self._numbers(), "model": model_section(self.model), **meta})
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Continue where the checkpoint was written."""
+        load_weights(self.model, checkpoint.part("model"), str(checkpoint.path))
+        for name in MOMENTS:
+            saved = checkpoint.part(f"optimizer/{name}")
+            for k, view in self.flat.split([self.optimizer.state[f][name] for f in self.flat.flat]).items():
+                if k in saved:  # a parameter that was not trainable then starts with zero
+                    view.copy_(saved[k])
+        self._set_numbers(checkpoint.meta)
+
+    @torch.no_grad()
+    def broadcast(self, comm: Comm) -> None:
+        """Rank 0's state to all: one collective for all tensors (float64 holds float32 exactly), one for the numbers."""
+        if comm.size == 1:
+            return
+        self._set_numbers(comm.gather(self._numbers())[0])
+        tensors: list[Tensor] = list(self.model.state_dict().values())
+        tensors += [self.optimizer.state[f][name] for f in self.flat.flat for name in MOMENTS]
+        flat = torch.cat([t.detach().reshape(-1).double() for t in tensors])
+        comm.broadcast(flat)
+        for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(piece.view(tensor.shape))
+
+    def _numbers(self) -> dict[str, Any]:
+        updates = float(self.optimizer.state[self.flat.flat[0]]["step"])
+        return {"step": self.step, "updates": updates, "min_nbor_dist": self.model.min_nbor_dist}
+
+    def _set_numbers(self, numbers: dict[str, Any]) -> None:
+        self.step = int(numbers["step"])
+        self.model.min_nbor_dist = numbers["min_nbor_dist"]
+        for flat in self.flat.flat:
+            self.optimizer.state[flat]["step"].fill_(numbers["updates"])
+
+
+def model_section(model: Potential) -> dict[str, Any]:
+    """The model's section of the input, complete enough to build it again."""
+    return model.config.model_dump(mode="json")
+
+
+def load_weights(model: Potential, weights: dict[str, Tensor], source: str) -> None:
+    """Parameters and statistics by name; what does not fit is a UserError that names the first difference."""
+    own = model.state_dict()
+    for name in sorted(own.keys() | weights.keys()):
+        if name not in own or name not in weights or own[name].shape != weights[name].shape:
+            has, wants = (tuple(t[name].shape) if name in t else "nothing" for t in (weights, own))
+            raise UserError(
+                f"{source}: this model does not fit to the model section of the input: {name} is {has} there, {wants} here. "
+                "Use the descriptor, fitting_net and type_map with which it was trained."
+            )
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(weights[name])

@@ -1,0 +1,179 @@
+"""The training loop, the only one, and the only place where models and workers meet.
+
+Step s of W workers: every worker takes acc_freq micro-batches, the gradient is the mean over all W·acc_freq of them, one
+collective adds it up together with the sums behind the displayed figures, and the optimizer makes one update.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from allforce.distributed.comm import Comm
+from allforce.errors import UserError
+from allforce.train import checkpoint
+from allforce.train.clock import Clock
+from allforce.train.display import Display
+from allforce.train.logs import CollectHandler, log
+from allforce.train.start import Job
+
+NEVER = 2**62
+
+
+class Trainer:
+    """Trains what `start.prepare` put together."""
+
+    def __init__(self, job: Job, comm: Comm, collector: CollectHandler | None = None):
+        self.job, self.comm, self.collector = job, comm, collector
+        self.config, self.state, self.loss, self.schedule = job.input.training, job.state, job.loss, job.schedule
+        self.model, self.flat = job.state.model, job.state.flat
+        self.clock = Clock()
+        self.first, self.last = job.state.step, job.numb_steps
+        self.display = Display(self.config, job.loss.names, comm.rank, self.first, self.last, append=job.restarted)
+        self.sum_since = torch.zeros_like(self.flat.sums)  # for disp_avg
+        self.seen: list[tuple[str, Tensor]] = []  # this worker's micro-batches of the step and their losses
+        device = self.flat.wire.device
+        self.watch = (
+            device.type == "cpu"
+        )  # elsewhere a look at the loss makes the device wait: only when it is shown or saved
+        self.bad_step = torch.full((), NEVER, dtype=torch.int64, device=device)
+
+    def run(self) -> None:
+        """Evaluate, show, save, step."""
+        self.job.loader.start(*self.job.place(self.first))
+        try:
+            while (step := self.state.step) < self.last:
+                if self.shows(step):
+                    self.check_table()
+                self.gradients(step)
+                if self.shows(step):
+                    self.show(step)
+                if self.saves(step):
+                    self.save(step)
+                self.update(step)
+            self.finish()
+        finally:
+            self.job.loader.close()
+            self.display.close()
+
+    def shows(self, step: int) -> bool:
+        """A restarted run begins at a step whose row has been written."""
+        return step % self.config.disp_freq == 0 and not (self.job.restarted and step == self.first)
+
+    def saves(self, step: int) -> bool:
+        return step % self.config.save_freq == 0 and step > self.first
+
+    # ---- a step
+
+    def gradients(self, step: int) -> None:
+        """Mean gradient and metric sums over the micro-batches of this step and all workers, for the present weights."""
+        lr, clock = self.schedule.lr(step), self.clock
+        self.seen.clear()
+        for micro in range(self.config.acc_freq):
+            with clock("data"):
+                batch = self.job.loader.next()
+            with clock("forward"):
+                loss, sums = self.loss(self.job.predict(batch), batch, lr)
+            with clock("backward"):
+                self.flat.differentiate(loss, sums, 1.0 / (self.config.acc_freq * self.comm.size), first=micro == 0)
+            self.seen.append((batch.name, loss.detach()))
+        with clock("communication"):
+            self.flat.reduce_finish(self.flat.reduce_start(self.comm), self.comm)
+        self.look_at(step)
+        if self.config.disp_avg:
+            self.sum_since += self.flat.sums
+
+    def update(self, step: int) -> None:
+        with self.clock("optimizer"):
+            self.state.update(self.schedule.rate(step), self.config.gradient_max_norm)
+        self.display.progress(self.state.step)
+
+    def look_at(self, step: int) -> None:
+        """Stop every worker when the loss is not a number: all of them see the same reduced sums."""
+        finite = torch.isfinite(self.flat.sums[0])
+        if self.watch:
+            if not bool(finite):
+                self.stop_not_finite(step)
+            return
+        self.bad_step = torch.where(finite, self.bad_step, self.bad_step.clamp(max=step))
+        if (self.shows(step) or self.saves(step)) and int(self.bad_step) < NEVER:
+            self.stop_not_finite(int(self.bad_step))
+
+    def stop_not_finite(self, step: int) -> None:
+        mine = [name for name, loss in self.seen if not torch.isfinite(loss)] if self.watch else self.job.names_of(step)
+        names = [name for rank in self.comm.gather(mine) for name in rank]
+        kept = checkpoint.numbered(self.job.prefix)
+        where = f"The last good checkpoint is {kept[-1][1]}." if kept else "No checkpoint had been written."
+        raise UserError(
+            f"The loss is not finite at step {step}, in the batch of {'; '.join(names)}. {where} Look for wrong labels or atoms "
+            "too close in that system, or lower learning_rate/start_lr (or set training/gradient_max_norm)."
+        )
+
+    # ---- what is shown and saved
+
+    def show(self, step: int) -> None:
+        sums = self.flat.sums
+        if self.config.disp_avg and step > self.first:
+            sums = self.sum_since
+        training = self.loss.metric(sums)
+        self.sum_since.zero_()
+        begun = perf_counter()
+        with self.clock("display"):
+            validation = self.validate(step)
+            rate = self.schedule.rate(step)
+            self.display.figures(step, rate, training, validation, perf_counter() - begun)
+            if step % self.config.tensorboard_freq == 0 or step == self.last:
+                self.display.scalars(step, training, rate, "train")
+                self.display.scalars(step, validation or {}, rate, "val")
+            if self.collector is not None:
+                self.collector.flush_all()
+
+    def validate(self, step: int) -> dict[str, float] | None:
+        """Figures of the validation micro-batches of this step, dealt out to the workers.
+
+        Every micro-batch fills a row of its own and rows are added in one order, so the number of workers changes nothing.
+        """
+        if self.job.validation is None or self.config.validation_data is None:
+            return None
+        count, lr = self.config.validation_data.numb_btch, self.schedule.lr(step)
+        rows = torch.zeros(count, len(self.flat.sums), dtype=torch.float64, device=self.flat.wire.device)
+        first = step // self.config.disp_freq * count
+        for k in range(self.comm.rank, count, self.comm.size):
+            rows[k] = self.evaluate(self.job.validation.batch(first + k), lr)
+        self.comm.all_reduce(rows)
+        return self.loss.metric(rows.sum(0))
+
+    def evaluate(self, batch, lr: float) -> Tensor:
+        with torch.no_grad():
+            return self.loss(self.job.predict(batch), batch, lr)[1]
+
+    def check_table(self) -> None:
+        """More nodes for the embedding table when its error asks for them; equal weights decide alike on every worker."""
+        line = self.model.check_table()
+        if line and self.comm.rank == 0:
+            log.info(line)
+
+    def save(self, step: int) -> None:
+        with self.clock("save"):
+            if self.comm.rank == 0:
+                checkpoint.save(self.job.prefix, self.state.checkpoint(self.job.meta()), self.config.max_ckpt_keep)
+                log.info(f"saved checkpoint {self.config.save_ckpt}")
+
+    def finish(self) -> None:
+        """The last row: the weights after the last update on the next micro-batches, without an update."""
+        step = self.state.step
+        if step > self.first:
+            self.check_table()
+            lr = self.schedule.lr(step)
+            sums = sum(self.evaluate(self.job.loader.next(), lr) for _ in range(self.config.acc_freq))
+            assert isinstance(sums, Tensor)
+            self.comm.all_reduce(sums)
+            self.flat.sums.copy_(sums)
+            self.look_at(step)
+            self.show(step)
+            self.save(step)
+        self.display.farewell()
+        if self.comm.rank == 0:
+            log.info(f"time of training: {self.clock.shares()}")

@@ -1,0 +1,83 @@
+"""Checkpoint files: whole or not there, found by file, prefix and folder, the oldest removed."""
+
+import os
+
+import pytest
+import torch
+
+from allforce.errors import UserError
+from allforce.train import checkpoint
+from allforce.train.checkpoint import Checkpoint
+
+
+def make(step: int) -> Checkpoint:
+    flat = torch.arange(6.0, dtype=torch.float64)
+    tensors = {"model/a": flat[:2].view(1, 2), "model/b": flat[2:], "optimizer/exp_avg/a": torch.ones(1, 2)}
+    return Checkpoint(tensors, {"step": step, "model": {"type_map": ["O"]}})
+
+
+def test_written_and_read_whole(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = checkpoint.save(tmp_path / "model.ckpt", make(7), keep=5)
+    back = checkpoint.read(path)
+    assert back.step == 7 and back.meta["model"] == {"type_map": ["O"]}
+    assert set(back.part("model")) == {"a", "b"}
+    assert torch.equal(back.tensors["model/b"], torch.arange(2.0, 6.0, dtype=torch.float64))
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]
+
+
+def test_found_by_file_prefix_and_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for step in (5, 10):
+        newest = checkpoint.save(tmp_path / "model.ckpt", make(step), keep=5)
+    assert (tmp_path / "checkpoint").read_text() == "model.ckpt-10.safetensors"
+    for name in (newest, "model.ckpt", "model.ckpt-10", "."):
+        assert checkpoint.read(checkpoint.find(name)).step == 10
+    assert checkpoint.read(checkpoint.find("model.ckpt-5")).step == 5
+
+
+def test_prefix_without_its_link_is_the_newest_number(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for step in (9, 10):
+        checkpoint.write(tmp_path / f"m-{step}.safetensors", make(step))
+    assert checkpoint.find("m").name == "m-10.safetensors"
+
+
+def test_other_folder_is_named_from_here_and_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    checkpoint.save(tmp_path / "deep" / "model.ckpt", make(3), keep=5)
+    assert checkpoint.find(".").samefile(checkpoint.find("deep"))
+
+
+def test_oldest_are_removed_and_later_ones_left(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    checkpoint.write(tmp_path / "m-900.safetensors", make(900))  # of another run
+    for step in range(1, 6):
+        checkpoint.save(tmp_path / "m", make(step), keep=2)
+    assert [step for step, _ in checkpoint.numbered(tmp_path / "m")] == [4, 5, 900]
+
+
+def test_truncated_and_foreign_files_are_refused(tmp_path):
+    path = tmp_path / "m-1.safetensors"
+    checkpoint.write(path, make(1))
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(UserError, match="damaged"):
+        checkpoint.read(path)
+    path.write_bytes(b"not at all a checkpoint")
+    with pytest.raises(UserError, match="damaged"):
+        checkpoint.read(path)
+    with pytest.raises(UserError, match="no such checkpoint"):
+        checkpoint.find(tmp_path / "nothing")
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "m-1.safetensors"
+    checkpoint.write(path, make(1))
+
+    def full(*args, **kwargs):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(checkpoint, "serialise", full)
+    with pytest.raises(OSError, match="No space"):
+        checkpoint.write(path, make(2))
+    assert checkpoint.read(path).step == 1 and os.listdir(tmp_path) == [path.name]
