@@ -47,7 +47,8 @@ def curve_error(model: Potential, nodes: int) -> tuple[float, float]:
     x = torch.linspace(grid.lo, grid.hi, 20001, dtype=torch.float64)
     value, slope = 0.0, 0.0
     for net, coefficients in zip(descriptor.nets, descriptor.coefficients().detach(), strict=True):
-        exact = torch.func.jvp(net, (x[:, None],), (torch.ones_like(x)[:, None],))
+        with torch.no_grad():
+            exact = torch.func.jvp(net, (x[:, None],), (torch.ones_like(x)[:, None],))
         near = grid.interpolate(coefficients, x)
         off = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(near, exact, strict=True)]
         value, slope = max(value, off[0]), max(slope, off[1])
