@@ -1,6 +1,6 @@
 """The energy fitting net: one net per type of the centre atom.
 
-    e_i = net_τ([D_i, (fparam − avg)/std, (aparam − avg)/std]) − [net_τ with D = 0, if atom_ener[τ] is given] + bias_τ
+e_i = net_τ([D_i, (fparam − avg)/std, (aparam − avg)/std]) − [net_τ with D = 0, if atom_ener[τ] is given] + bias_τ
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from allforce.config.schema import FittingEner
 from allforce.data.batch import Batch
 from allforce.models.layers import DTYPES, Net, generator
+from allforce.models.scalar_net import value_and_gradient
 
 
 class EnergyFitting(nn.Module):
-    """Atomic energies (N,) in float64."""
+    """Atomic energies, and their gradient with respect to the descriptor."""
 
     bias_atom_e: Tensor  # (nt,)
     fparam_avg: Tensor  # (numb_fparam,)
@@ -27,8 +28,16 @@ class EnergyFitting(nn.Module):
         self.config, self.ntypes, self.dim_descrpt = config, ntypes, dim_descrpt
         self.dtype = DTYPES[config.dtype]
         extra = config.numb_fparam + (0 if config.use_aparam_as_mask else config.numb_aparam)
-        self.nets = nn.ModuleList(
-            Net(dim_descrpt + extra, config.neuron, config.activation_function, config.resnet_dt, self.dtype, generator(config.seed, 1, t), 1)
+        self.nets: list[Net] = nn.ModuleList(  # type: ignore[assignment]
+            Net(
+                dim_descrpt + extra,
+                config.neuron,
+                config.activation_function,
+                config.resnet_dt,
+                self.dtype,
+                generator(config.seed, 1, t),
+                1,
+            )
             for t in range(ntypes)
         )
         for net in self.nets:
@@ -57,14 +66,18 @@ class EnergyFitting(nn.Module):
             out.append((batch.aparam - self.aparam_avg) * self.aparam_inv_std)
         return [p.to(self.dtype) for p in out]
 
-    def forward(self, D: Tensor, batch: Batch) -> Tensor:
-        D = D.to(self.dtype)
+    def forward(self, D: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """e (N,) in float64, and ∂e_i/∂D_i (N, M) in the precision of D."""
+        x = D.to(self.dtype)
         if extra := self.parameters_of_atoms(batch):
-            D = torch.cat([D, *extra], dim=1)
-        energies = []
-        for net, x, vacuum in zip(self.nets, D.split(batch.type_counts), self.vacuum, strict=True):
-            e = net(x)
+            x = torch.cat([x, *extra], dim=1)
+        energies, gradients = [], []
+        for net, part, vacuum in zip(self.nets, x.split(batch.type_counts), self.vacuum, strict=True):
+            e, g = value_and_gradient(net, part)
             if vacuum:
-                e = e - net(torch.cat([torch.zeros_like(x[:, : self.dim_descrpt]), x[:, self.dim_descrpt :]], dim=1))
+                m = self.dim_descrpt
+                e = e - net(torch.cat([torch.zeros_like(part[:, :m]), part[:, m:]], dim=1))[:, 0]
             energies.append(e)
-        return torch.cat(energies)[:, 0].double() + self.bias_atom_e[batch.type]
+            gradients.append(g)
+        gradient = torch.cat(gradients)[:, : self.dim_descrpt]
+        return torch.cat(energies).double() + self.bias_atom_e[batch.type], gradient.to(D.dtype)

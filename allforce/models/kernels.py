@@ -1,22 +1,26 @@
-"""Compiled loops over edges for CPUs (numba): the moments, their derivative and its adjoint in one pass each.
+"""Compiled loops for CPUs (numba): over edges for the moments, over atoms for the Gram matrix of the descriptor.
 
-Everything is recomputed from the edge vector, which is cheaper than reading it back. Edges are sorted by centre,
-so the threads share out the centres and never write to the same place. Arguments: see moments.Geometry.
+Everything is recomputed from the edge vector, which is cheaper than reading it back. Edges are sorted by centre, so
+what is written stays in the cache. One thread: a second thread pool beside torch's costs more than it brings.
+Arguments: see moments.Geometry.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
 from allforce.models.spline import WIDTH, polynomials
 
-VALUE = polynomials()  # (WIDTH, WIDTH) ascending powers
-SLOPE = np.zeros_like(VALUE)
-SLOPE[:, :-1] = VALUE[:, 1:] * np.arange(1, WIDTH)
+LANES = 8  # WIDTH filled up with zeros to whole vector registers
+VALUE = np.zeros((WIDTH, LANES))  # [power, spline]
+VALUE[:, :WIDTH] = polynomials().T
+SLOPE = VALUE[1:] * np.arange(1, WIDTH)[:, None]
 
-options = {"parallel": True, "fastmath": True, "cache": True, "error_model": "numpy", "nogil": True}
-inline = {"inline": "always", "fastmath": True, "error_model": "numpy"}
+options: dict[str, Any] = {"fastmath": True, "cache": True, "error_model": "numpy", "nogil": True}
+inline: dict[str, Any] = {"inline": "always", "fastmath": True, "error_model": "numpy"}
 
 
 @njit(**inline)
@@ -31,32 +35,30 @@ def radial(x, y, z, rs, rc, p):
 
 
 @njit(**inline)
-def splines(x, lo, inv_h, intervals, value, slope):
-    """Interval of x; fills the WIDTH values and slopes there."""
+def interval(x, lo, inv_h, K):
+    """Interval of the grid that x is in, and the place in it, 0 … 1."""
     v = (x - lo) * inv_h
-    b = min(max(int(v), 0), intervals - 1)
-    u = v - b
-    for m in range(WIDTH):
-        a = VALUE[m, WIDTH - 1]
-        d = SLOPE[m, WIDTH - 2]
-        for k in range(WIDTH - 2, -1, -1):
-            a = a * u + VALUE[m, k]
-        for k in range(WIDTH - 3, -1, -1):
-            d = d * u + SLOPE[m, k]
-        value[m] = a
-        slope[m] = d * inv_h
-    return b
+    b = min(max(int(v), 0), K - WIDTH)
+    return b, v - b
+
+
+@njit(**inline)
+def polynomial(table, u, out):
+    """The WIDTH splines (or slopes) at u by Horner's rule, all lanes at once."""
+    for m in range(LANES):
+        out[m] = table[table.shape[0] - 1, m]
+    for k in range(table.shape[0] - 2, -1, -1):
+        for m in range(LANES):
+            out[m] = out[m] * u + table[k, m]
 
 
 @njit(**options)
 def moments(r, j, first, types, center, used, sel, rs, rc, p, r_close, lo, inv_h, K, A):
     """A[i, :, t·K + k] += B_k(x_e) R̂_e over the edges of i, and the empty slots of `sel`."""
-    ntypes = sel.shape[0]
-    for i in prange(types.shape[0]):
+    value = np.empty(LANES)
+    for i in range(types.shape[0]):
         tau = types[i]
         avg, scale_r, scale_a = center[tau, 0], center[tau, 1], center[tau, 2]
-        value = np.empty(WIDTH)
-        slope = np.empty(WIDTH)
         empty = sel.copy()
         for e in range(first[i], first[i + 1]):
             t = types[j[e]]
@@ -65,7 +67,9 @@ def moments(r, j, first, types, center, used, sel, rs, rc, p, r_close, lo, inv_h
             if d < r_close or not used[tau, t]:
                 continue
             x = (s - avg) * scale_r
-            b = splines(x, lo, inv_h, K - WIDTH + 1, value, slope) + t * K
+            b, u = interval(x, lo, inv_h, K)
+            polynomial(VALUE, u, value)
+            b += t * K
             v = q * scale_a / d
             vx, vy, vz = v * r[e, 0], v * r[e, 1], v * r[e, 2]
             for m in range(WIDTH):
@@ -74,8 +78,9 @@ def moments(r, j, first, types, center, used, sel, rs, rc, p, r_close, lo, inv_h
                 A[i, 2, b + m] += value[m] * vy
                 A[i, 3, b + m] += value[m] * vz
         x = -avg * scale_r
-        b = splines(x, lo, inv_h, K - WIDTH + 1, value, slope)
-        for t in range(ntypes):
+        b, u = interval(x, lo, inv_h, K)
+        polynomial(VALUE, u, value)
+        for t in range(sel.shape[0]):
             for m in range(WIDTH):
                 A[i, 0, t * K + b + m] += max(empty[t], 0.0) * value[m] * x
 
@@ -83,11 +88,11 @@ def moments(r, j, first, types, center, used, sel, rs, rc, p, r_close, lo, inv_h
 @njit(**options)
 def pull(r, j, first, types, center, used, rs, rc, p, r_close, lo, inv_h, K, gA, g):
     """g_e = ∂E/∂r_e from gA = ∂E/∂A."""
-    for i in prange(types.shape[0]):
+    value = np.empty(LANES)
+    slope = np.empty(LANES)
+    for i in range(types.shape[0]):
         tau = types[i]
         avg, scale_r, scale_a = center[tau, 0], center[tau, 1], center[tau, 2]
-        value = np.empty(WIDTH)
-        slope = np.empty(WIDTH)
         for e in range(first[i], first[i + 1]):
             t = types[j[e]]
             d, s, ds, q, dq = radial(r[e, 0], r[e, 1], r[e, 2], rs, rc, p)
@@ -98,8 +103,11 @@ def pull(r, j, first, types, center, used, rs, rc, p, r_close, lo, inv_h, K, gA,
                 continue
             nx, ny, nz = r[e, 0] / d, r[e, 1] / d, r[e, 2] / d
             x = (s - avg) * scale_r
-            b = splines(x, lo, inv_h, K - WIDTH + 1, value, slope) + t * K
-            v0, vx, vy, vz, s0, sn = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0  # Σ_m value·gA and Σ_m slope·gA
+            b, u = interval(x, lo, inv_h, K)
+            polynomial(VALUE, u, value)
+            polynomial(SLOPE, u, slope)
+            b += t * K
+            v0, vx, vy, vz, s0, sx, sy, sz = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0  # Σ_m value·gA and Σ_m slope·gA
             for m in range(WIDTH):
                 g0, gx, gy, gz = gA[i, 0, b + m], gA[i, 1, b + m], gA[i, 2, b + m], gA[i, 3, b + m]
                 v0 += value[m] * g0
@@ -107,9 +115,12 @@ def pull(r, j, first, types, center, used, rs, rc, p, r_close, lo, inv_h, K, gA,
                 vy += value[m] * gy
                 vz += value[m] * gz
                 s0 += slope[m] * g0
-                sn += slope[m] * (gx * nx + gy * ny + gz * nz)
+                sx += slope[m] * gx
+                sy += slope[m] * gy
+                sz += slope[m] * gz
             vn = vx * nx + vy * ny + vz * nz
-            along = (v0 + s0 * x + sn * q * scale_a) * scale_r * ds + vn * scale_a * dq
+            sn = sx * nx + sy * ny + sz * nz
+            along = (v0 + (s0 * x + sn * q * scale_a) * inv_h) * scale_r * ds + vn * scale_a * dq
             across = q * scale_a / d
             along -= across * vn
             g[e, 0] = along * nx + across * vx
@@ -118,40 +129,95 @@ def pull(r, j, first, types, center, used, rs, rc, p, r_close, lo, inv_h, K, gA,
 
 
 @njit(**options)
-def push(r, j, first, types, center, used, rs, rc, p, r_close, lo, inv_h, K, u, A):
+def push(r, j, first, types, center, used, rs, rc, p, r_close, lo, inv_h, K, u_edges, A):
     """The adjoint of pull: A += Σ_e ∂(B R̂)/∂r_e · u_e."""
-    for i in prange(types.shape[0]):
+    value = np.empty(LANES)
+    slope = np.empty(LANES)
+    for i in range(types.shape[0]):
         tau = types[i]
         avg, scale_r, scale_a = center[tau, 0], center[tau, 1], center[tau, 2]
-        value = np.empty(WIDTH)
-        slope = np.empty(WIDTH)
         for e in range(first[i], first[i + 1]):
             t = types[j[e]]
             d, s, ds, q, dq = radial(r[e, 0], r[e, 1], r[e, 2], rs, rc, p)
             if d < r_close or not used[tau, t]:
                 continue
             nx, ny, nz = r[e, 0] / d, r[e, 1] / d, r[e, 2] / d
+            ux, uy, uz = u_edges[e, 0], u_edges[e, 1], u_edges[e, 2]
             x = (s - avg) * scale_r
-            b = splines(x, lo, inv_h, K - WIDTH + 1, value, slope) + t * K
-            un = u[e, 0] * nx + u[e, 1] * ny + u[e, 2] * nz
+            b, u = interval(x, lo, inv_h, K)
+            polynomial(VALUE, u, value)
+            polynomial(SLOPE, u, slope)
+            b += t * K
+            un = ux * nx + uy * ny + uz * nz
             dx = un * ds * scale_r
             across = q * scale_a / d
-            along = scale_a * dq * un - across * un
-            vx, vy, vz = along * nx + across * u[e, 0], along * ny + across * u[e, 1], along * nz + across * u[e, 2]
-            rx, ry, rz = q * scale_a * nx, q * scale_a * ny, q * scale_a * nz
+            along = (scale_a * dq - across) * un
+            vx, vy, vz = along * nx + across * ux, along * ny + across * uy, along * nz + across * uz
+            w = inv_h * dx
+            w0, wx, wy, wz = w * x, w * q * scale_a * nx, w * q * scale_a * ny, w * q * scale_a * nz
             for m in range(WIDTH):
-                w = slope[m] * dx
-                A[i, 0, b + m] += w * x + value[m] * dx
-                A[i, 1, b + m] += w * rx + value[m] * vx
-                A[i, 2, b + m] += w * ry + value[m] * vy
-                A[i, 3, b + m] += w * rz + value[m] * vz
+                A[i, 0, b + m] += slope[m] * w0 + value[m] * dx
+                A[i, 1, b + m] += slope[m] * wx + value[m] * vx
+                A[i, 2, b + m] += slope[m] * wy + value[m] * vy
+                A[i, 3, b + m] += slope[m] * wz + value[m] * vz
 
 
-@njit(fastmath=True, cache=True, nogil=True)
-def scatter(i, j, g, out):
+@njit(**options)
+def atoms_of_edges(i, j, g, out):
     """out_i += g_e, out_j −= g_e: what edges do to the atoms at their ends."""
     for e in range(i.shape[0]):
         a, b = i[e], j[e]
         for c in range(3):
             out[a, c] += g[e, c]
             out[b, c] -= g[e, c]
+
+
+@njit(**options)
+def edges_of_atoms(i, j, v, out):
+    """The adjoint: out_e = v_i − v_j."""
+    for e in range(i.shape[0]):
+        a, b = i[e], j[e]
+        for c in range(3):
+            out[e, c] = v[a, c] - v[b, c]
+
+
+@njit(**options)
+def gram(X, Y, D):
+    """D_n = X_nᵀ Y_n[:, :M2] + Y_nᵀ X_n[:, :M2] for X, Y (N, 4, M1), D (N, M1, M2)."""
+    M1, M2 = D.shape[1], D.shape[2]
+    for n in range(D.shape[0]):
+        for a in range(M1):
+            x0, x1, x2, x3 = X[n, 0, a], X[n, 1, a], X[n, 2, a], X[n, 3, a]
+            y0, y1, y2, y3 = Y[n, 0, a], Y[n, 1, a], Y[n, 2, a], Y[n, 3, a]
+            for b in range(M2):
+                s = x0 * Y[n, 0, b] + x1 * Y[n, 1, b] + x2 * Y[n, 2, b] + x3 * Y[n, 3, b]
+                D[n, a, b] = s + y0 * X[n, 0, b] + y1 * X[n, 1, b] + y2 * X[n, 2, b] + y3 * X[n, 3, b]
+
+
+@njit(**options)
+def gram_gradient(g, T, out):
+    """out = ∂<g, TᵀT[:, :M2]>/∂T for g (N, M1, M2), T and out (N, 4, M1)."""
+    M1, M2 = g.shape[1], g.shape[2]
+    low = np.empty((4, M2), dtype=T.dtype)
+    for n in range(g.shape[0]):
+        low[:] = 0.0
+        for a in range(M1):
+            t0, t1, t2, t3 = T[n, 0, a], T[n, 1, a], T[n, 2, a], T[n, 3, a]
+            s0, s1, s2, s3 = 0.0 * t0, 0.0 * t0, 0.0 * t0, 0.0 * t0
+            for b in range(M2):
+                v = g[n, a, b]
+                s0 += v * T[n, 0, b]
+                s1 += v * T[n, 1, b]
+                s2 += v * T[n, 2, b]
+                s3 += v * T[n, 3, b]
+                low[0, b] += v * t0
+                low[1, b] += v * t1
+                low[2, b] += v * t2
+                low[3, b] += v * t3
+            out[n, 0, a] = s0
+            out[n, 1, a] = s1
+            out[n, 2, a] = s2
+            out[n, 3, a] = s3
+        for c in range(4):
+            for b in range(M2):
+                out[n, c, b] += low[c, b]

@@ -1,6 +1,6 @@
 """Dense layers and nets, as DeePMD-kit defines them.
 
-    y = φ(x·w + b) ⊙ idt + residual,   residual = x if out == in, [x, x] if out == 2·in, else nothing
+y = φ(x·w + b) ⊙ idt + residual,   residual = x if out == in, [x, x] if out == 2·in, else nothing
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Net(nn.Module):
         layers = [Layer(a, b, act, True, resnet_dt, rng, dtype) for a, b in zip(sizes, sizes[1:], strict=False)]
         if size_out is not None:
             layers.append(Layer(sizes[-1], size_out, "none", False, False, rng, dtype))
-        self.layers = nn.ModuleList(layers)
+        self.layers: list[Layer] = nn.ModuleList(layers)  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

@@ -1,6 +1,6 @@
 """The fast path: spline moments of the neighbourhood of every atom, with closed-form derivatives.
 
-    A_i,t,k = Σ_{e of i, type t} B_k(x_e) R̂_e  + (sel_t − n_it) B_k(p_0) p       x_e = R̂_e0,  p = −davg/dstd of the centre
+    A_i,t,k = Σ_{e of i, type t} B_k(x_e) R̂_e  + (sel_t − n_it) B_k(p_0) p     x_e = R̂_e0,  p = −davg/dstd of the centre
     ∂E/∂r_e = pull(∂E/∂A),   and for losses on forces its adjoint push(v): both are linear in their argument
 
 A holds geometry only, no parameters. So the embedding nets are evaluated on the K nodes of a grid instead of on
@@ -41,22 +41,8 @@ class Geometry:
         return torch.zeros(shape, dtype=self.dtype, device=self.type.device)
 
 
-class Moments(torch.autograd.Function):
-    """A (N, 4, nt·K) of the edge vectors r (E, 3)."""
-
-    @staticmethod
-    def forward(ctx, r: Tensor, geometry: Geometry) -> Tensor:
-        ctx.save_for_backward(r)
-        ctx.geometry = geometry
-        return backend(r).moments(r, geometry)
-
-    @staticmethod
-    def backward(ctx, gA: Tensor):
-        return Pull.apply(gA, ctx.saved_tensors[0], ctx.geometry), None
-
-
 class Pull(torch.autograd.Function):
-    """∂E/∂r_e (E, 3) from ∂E/∂A. Its derivative with respect to r (Hessians) is not implemented."""
+    """∂E/∂r_e (E, 3) from ∂E/∂A (N, 4, nt·K): linear, and its adjoint is push."""
 
     @staticmethod
     def forward(ctx, gA: Tensor, r: Tensor, geometry: Geometry) -> Tensor:
@@ -76,8 +62,7 @@ class Compiled:
 
     @staticmethod
     def arguments(r: Tensor, g: Geometry) -> list:
-        e = g.edges
-        return [x.numpy() for x in (r.detach(), e.j, e.first, g.type, g.center, g.used)]
+        return [x.numpy() for x in (r, g.edges.j, g.edges.first, g.type, g.center, g.used)]
 
     @staticmethod
     def constants(g: Geometry) -> tuple:
@@ -166,18 +151,6 @@ def backend(r: Tensor) -> type[Compiled] | type[Eager]:
     return BACKENDS.get(r.device.type, Eager)
 
 
-class AtomsOfEdges(torch.autograd.Function):
-    """F_a = Σ_{e: i=a} g_e − Σ_{e: j=a} g_e, linear; its adjoint is v_i − v_j."""
-
-    @staticmethod
-    def forward(ctx, g: Tensor, edges: Edges, natoms: int) -> Tensor:
-        ctx.edges = edges
-        out = g.new_zeros(natoms, 3)
-        if g.device.type == "cpu":
-            kernels.scatter(edges.i.numpy(), edges.j.numpy(), g.detach().contiguous().numpy(), out.numpy())
-            return out
-        return out.index_add_(0, edges.i, g).index_add_(0, edges.j, g, alpha=-1)
-
-    @staticmethod
-    def backward(ctx, v: Tensor):
-        return v[ctx.edges.i] - v[ctx.edges.j], None, None
+def moments(r: Tensor, geometry: Geometry) -> Tensor:
+    """A (N, 4, nt·K) of the edge vectors r (E, 3)."""
+    return backend(r).moments(r, geometry)

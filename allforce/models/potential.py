@@ -2,7 +2,8 @@
 
     E = Σ_i e_i     F = −∂E/∂x     Ξ_ab = −Σ_e (∂E/∂r_e)_a (r_e)_b
 
-A descriptor and a fitting give e_i from the edge vectors r_e; one gradient with respect to r_e gives the rest.
+A descriptor and a fitting give e_i and ∂E/∂r_e from the edge vectors r_e; that one gradient gives the rest. The parts
+write their first derivative themselves, each with its ordinary derivative, so a loss on forces needs one backward pass.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 
 from allforce.config.schema import ModelConfig
 from allforce.data.batch import Batch
+from allforce.models.edges import AtomsOfEdges
 from allforce.models.fitting import EnergyFitting
-from allforce.models.moments import AtomsOfEdges
 from allforce.models.se_e2_a import SeE2A
 
 DESCRIPTORS = {"se_e2_a": SeE2A}
@@ -28,7 +29,7 @@ class Prediction:
 
     energy: Tensor  # (B,)
     atom_energy: Tensor  # (N,)
-    force: Tensor | None = None  # (N, 3)
+    force: Tensor  # (N, 3)
     virial: Tensor | None = None  # (B, 9)
     atom_virial: Tensor | None = None  # (N, 9), of the neighbour of each edge
 
@@ -56,7 +57,8 @@ class Potential(nn.Module):
 
     @property
     def sel(self) -> list[int]:
-        return list(self.config.descriptor.sel)
+        assert isinstance(self.config.descriptor.sel, list)
+        return self.config.descriptor.sel
 
     def set_table(self, mode: str = "table", tolerance: float | None = None, nodes: int = 64) -> None:
         self.descriptor.set_table(mode, tolerance, nodes, self.min_nbor_dist)
@@ -64,22 +66,17 @@ class Potential(nn.Module):
     def check_table(self) -> str | None:
         return self.descriptor.check_table()
 
-    def atom_energies(self, batch: Batch, r: Tensor) -> Tensor:
-        """e_i (N,) from the edge vectors r (E, 3)."""
-        return self.fitting(self.descriptor(batch, r), batch) * self.keep[batch.type]
+    def energies(self, batch: Batch, r: Tensor) -> tuple[Tensor, Tensor]:
+        """e_i (N,) and ∂E/∂r_e (E, 3) from the edge vectors r (E, 3)."""
+        D, pull = self.descriptor(batch, r)
+        e, gradient = self.fitting(D, batch)
+        keep = self.keep[batch.type]
+        return e * keep, pull(gradient * keep[:, None].to(gradient.dtype))
 
-    def forward(self, batch: Batch, forces: bool = True, virial: bool = True, atom_virial: bool = False) -> Prediction:
+    def forward(self, batch: Batch, virial: bool = True, atom_virial: bool = False) -> Prediction:
         """In grad mode the prediction can be differentiated with respect to the parameters."""
-        training = torch.is_grad_enabled()
-        with torch.enable_grad():
-            r = batch.edges.r.detach().requires_grad_(forces)
-            e = self.atom_energies(batch, r)
-            energy = e.new_zeros(batch.nframes).index_add(0, batch.frame, e)
-            if not forces:
-                return Prediction(energy, e)
-            (g,) = torch.autograd.grad(e.sum(), r, create_graph=training)  # (E, 3)
-        if not training:
-            energy, e = energy.detach(), e.detach()
+        e, g = self.energies(batch, batch.edges.r)
+        energy = e.new_zeros(batch.nframes).index_add(0, batch.frame, e)
         out = Prediction(energy, e, AtomsOfEdges.apply(g, batch.edges, len(e)))
         if virial or atom_virial:
             of_edges = -(g[:, :, None] * batch.edges.r[:, None, :]).flatten(1)  # (E, 9)

@@ -9,19 +9,29 @@ G is a curve of one scalar, so it is trained on a table (moments.py); `exact` ev
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor, nn
 
 from allforce.config.schema import DescriptorSeE2A
 from allforce.data.batch import Batch
+from allforce.models.edges import Gram, GramPull
 from allforce.models.envmat import environment
 from allforce.models.layers import DTYPES, NOT_SMOOTH, Net, generator
-from allforce.models.moments import Geometry, Moments
-from allforce.models.spline import Grid
+from allforce.models.moments import Geometry, Pull, moments
+from allforce.models.spline import DEGREE, Grid
 
 MAX_NODES = 4096
 NEAREST = 0.7  # Å, the table's near end when the data's smallest distance is not known
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-5}
+
+
+def by_rows(A: Tensor, matrices: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+    """Each block of rows of A times its own matrix."""
+    if len(matrices) == 1:
+        return A @ matrices[0]
+    return torch.cat([a @ m for a, m in zip(A.split(list(rows)), matrices, strict=True)])
 
 
 class SeE2A(nn.Module):
@@ -36,14 +46,19 @@ class SeE2A(nn.Module):
 
     def __init__(self, config: DescriptorSeE2A, ntypes: int):
         super().__init__()
-        self.config, self.ntypes = config, ntypes
+        assert isinstance(config.sel, list), "sel is a list once the neighbours have been counted"
+        self.config, self.ntypes, self.nnei = config, ntypes, float(sum(config.sel))
         self.dtype = DTYPES[config.dtype]
         self.M1, self.M2 = config.neuron[-1], config.axis_neuron
         self.dim = self.M1 * self.M2
         self.one_side = config.type_one_side
-        self.nets = nn.ModuleList(
-            Net(1, config.neuron, config.activation_function, config.resnet_dt, self.dtype, generator(config.seed, 0, n))
-            for n in range(ntypes if self.one_side else ntypes**2)  # place of (centre, neighbour): centre + ntypes·neighbour
+        self.nets: list[Net] = nn.ModuleList(  # type: ignore[assignment]
+            Net(
+                1, config.neuron, config.activation_function, config.resnet_dt, self.dtype, generator(config.seed, 0, n)
+            )
+            for n in range(
+                ntypes if self.one_side else ntypes**2
+            )  # place of (centre, neighbour): centre + ntypes·neighbour
         )
         self.requires_grad_(config.trainable)
         used = torch.ones(ntypes, ntypes, dtype=torch.bool)
@@ -53,15 +68,16 @@ class SeE2A(nn.Module):
         self.register_buffer("dstd", torch.ones(ntypes, 4, dtype=torch.float64))
         self.register_buffer("sel", torch.tensor(config.sel, dtype=torch.float64), persistent=False)
         self.register_buffer("used", used, persistent=False)
-        self.nnei = float(sum(config.sel))
         self.grid: Grid | None = None  # None: exact
         self.tolerance = TOLERANCE[self.dtype]
         self.r_close = 0.0
 
     # ---- the table ----------------------------------------------------------------------------------------------
 
-    def set_table(self, mode: str = "table", tolerance: float | None = None, nodes: int = 64, nearest: float | None = None):
-        """Lay the grid from s = 0 to the s of the nearest neighbours in the data; call again when davg or dstd change."""
+    def set_table(
+        self, mode: str = "table", tolerance: float | None = None, nodes: int = 64, nearest: float | None = None
+    ):
+        """Lay the grid from s = 0 to the s of the nearest neighbours; call again when davg or dstd change."""
         self.tolerance = tolerance or TOLERANCE[self.dtype]
         if mode == "exact" or self.config.activation_function.lower().partition(":")[0] in NOT_SMOOTH:
             self.grid = None
@@ -88,14 +104,21 @@ class SeE2A(nn.Module):
         return (self.to_coefficients @ G).view(self.grid.K, len(self.nets), self.M1).transpose(0, 1)
 
     def table_error(self) -> float:
-        """Largest error of value and of slope at the mid-points of the grid, relative to the largest value and slope."""
+        """Largest error of value and slope at the mid-points of the grid, relative to the largest value and slope."""
         assert self.grid is not None
         g = self.grid
-        x = g.lo + g.h * (torch.arange(g.K - 5, dtype=torch.float64, device=self.davg.device) + 0.5)
+        middle = g.lo + g.h * (torch.arange(g.K - DEGREE, dtype=torch.float64, device=self.davg.device) + 0.5)
+        inverse = torch.from_numpy(g.collocation_inverse()).to(middle.device)
         worst = 0.0
-        for net, C in zip(self.nets, self.coefficients().detach(), strict=True):
-            exact, slope = torch.func.jvp(net, (x[:, None].to(self.dtype),), (torch.ones_like(x[:, None], dtype=self.dtype),))
-            for a, b in zip(g.interpolate(C.double(), x), (exact.detach(), slope.detach()), strict=True):
+        for net in self.nets:  # in float64, so that what is measured is the interpolation and not rounding
+            double = {name: p.detach().double() for name, p in net.named_parameters()}
+
+            def curve(x: Tensor, net: Net = net, double: dict[str, Tensor] = double) -> Tensor:
+                return torch.func.functional_call(net, double, (x[:, None],))
+
+            C = inverse @ curve(torch.from_numpy(g.nodes()).to(middle.device))
+            exact = torch.func.jvp(curve, (middle,), (torch.ones_like(middle),))[:2]
+            for a, b in zip(g.interpolate(C, middle), exact, strict=True):
                 worst = max(worst, float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)))
         return worst
 
@@ -109,33 +132,61 @@ class SeE2A(nn.Module):
             self.lay_grid(grid)
         if now > self.tolerance:
             self.grid = None
-            return f"embedding table: error {now:.1e} > {self.tolerance:.0e} even with {grid.K} nodes; exact evaluation from here on"
-        return f"embedding table: error {error:.1e} > {self.tolerance:.0e} with {old} nodes; now {now:.1e} with {grid.K}"
+            return f"embedding table: error {now:.1e} > {self.tolerance:.0e} with {grid.K} nodes; exact from here on"
+        return (
+            f"embedding table: error {error:.1e} > {self.tolerance:.0e} with {old} nodes; now {now:.1e} with {grid.K}"
+        )
 
     # ---- the descriptor -----------------------------------------------------------------------------------------
 
-    def forward(self, batch: Batch, r: Tensor) -> Tensor:
-        T = self.embed_exact(batch, r, None) if self.grid is None else self.embed_table(batch, r)  # (N, 4, M1)
-        return (T.transpose(1, 2) @ T[:, :, : self.M2]).reshape(len(T), self.dim)
+    def forward(self, batch: Batch, r: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """D (N, M1·M2), and the map that pulls ∂E/∂D back to ∂E/∂r_e (E, 3); both differentiable by the parameters."""
+        T, pull_T = self.embed_exact(batch, r) if self.grid is None else self.embed_table(batch, r)  # (N, 4, M1)
+        D = Gram.apply(T, self.M2)  # (N, M1, M2)
+        return D.flatten(1), lambda gD: pull_T(GramPull.apply(gD.view_as(D), T))
 
-    def embed_table(self, batch: Batch, r: Tensor) -> Tensor:
+    def embed_table(self, batch: Batch, r: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         assert self.grid is not None
         center = torch.stack([self.davg[:, 0], 1.0 / self.dstd[:, 0], 1.0 / self.dstd[:, 1]], 1)
-        geometry = Geometry(batch.edges, batch.type, center, self.used, self.sel, *self.radii(), self.r_close, self.grid, self.dtype)
-        A = Moments.apply(r, geometry).flatten(0, 1)  # (N·4, nt·K)
-        C = self.coefficients() / self.nnei
+        geometry = Geometry(
+            batch.edges, batch.type, center, self.used, self.sel, *self.radii(), self.r_close, self.grid, self.dtype
+        )
+        C = self.coefficients() / self.nnei  # (nets, K, M1)
         if self.one_side:
-            T = A @ C.reshape(-1, self.M1)
-        else:
-            C = C.view(self.ntypes, self.ntypes, self.grid.K, self.M1).transpose(0, 1)  # centre, neighbour
-            parts = A.split([4 * n for n in batch.type_counts])
-            T = torch.cat([a @ c.reshape(-1, self.M1) for a, c in zip(parts, C, strict=True)])
-        T = T.view(-1, 4, self.M1)
-        close = torch.linalg.vector_norm(r.detach(), dim=1) < self.r_close
-        return T + self.embed_exact(batch, r, close) if bool(close.any()) else T
+            tables, rows = [C.reshape(-1, self.M1)], [4 * len(batch.type)]
+        else:  # one for each type of the centre, and atoms are sorted by type
+            C = C.view(self.ntypes, self.ntypes, self.grid.K, self.M1).transpose(0, 1)
+            tables, rows = list(C.reshape(self.ntypes, -1, self.M1)), [4 * n for n in batch.type_counts]
+        T = by_rows(moments(r, geometry).flatten(0, 1), tables, rows).view(-1, 4, self.M1)
 
-    def embed_exact(self, batch: Batch, r: Tensor, subset: Tensor | None) -> Tensor:
+        def pull(gT: Tensor) -> Tensor:
+            gA = by_rows(gT.reshape(-1, self.M1), [c.T for c in tables], rows)
+            return Pull.apply(gA.view(len(T), 4, -1), r, geometry)
+
+        close = torch.linalg.vector_norm(r, dim=1) < self.r_close
+        if not bool(close.any()):
+            return T, pull
+        T_close, pull_close = self.embed_exact(batch, r, close)
+        return T + T_close, lambda gT: pull(gT) + pull_close(gT)
+
+    def embed_exact(
+        self, batch: Batch, r: Tensor, subset: Tensor | None = None
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """T by evaluating the net of every edge (of a subset, and then without the empty slots)."""
+        training = torch.is_grad_enabled()
+        with torch.enable_grad():
+            r = r.detach().requires_grad_()
+            T = self.sum_exact(batch, r, subset)
+
+        def pull(gT: Tensor) -> Tensor:
+            with torch.enable_grad():
+                return torch.autograd.grad(T, r, gT, create_graph=training, allow_unused=True, materialize_grads=True)[
+                    0
+                ]
+
+        return T if training else T.detach(), pull
+
+    def sum_exact(self, batch: Batch, r: Tensor, subset: Tensor | None) -> Tensor:
         i, j = batch.edges.i, batch.edges.j
         if subset is not None:
             i, j, r = i[subset], j[subset], r[subset]
@@ -154,12 +205,16 @@ class SeE2A(nn.Module):
     def empty_slots(self, batch: Batch, i: Tensor, neighbor: Tensor) -> Tensor:
         """Σ_t (sel_t − n_it) p ⊗ net_t(p_0), p = −davg/dstd of the centre: what the padding of `sel` adds to T."""
         N, nt = len(batch.type), self.ntypes
-        count = torch.zeros(N * nt, dtype=torch.float64, device=i.device).index_add_(0, i * nt + neighbor, torch.ones_like(i, dtype=torch.float64))
+        count = torch.zeros(N * nt, dtype=torch.float64, device=i.device).index_add_(
+            0, i * nt + neighbor, torch.ones_like(i, dtype=torch.float64)
+        )
         empty = (self.sel - count.view(N, nt)).clamp(min=0.0).to(self.dtype)  # (N, nt)
         p = (-self.davg / self.dstd).to(self.dtype)  # (nt, 4)
         G = torch.stack([net(p[:, :1]) for net in self.nets])  # (nets, centre, M1)
         if self.one_side:
             G = G.transpose(0, 1)  # (centre, neighbour, M1)
         else:
-            G = torch.stack([G.view(nt, nt, nt, -1)[:, c, c] for c in range(nt)])  # (neighbour, centre, ·) at its own centre
+            G = torch.stack(
+                [G.view(nt, nt, nt, -1)[:, c, c] for c in range(nt)]
+            )  # (neighbour, centre, ·) at its own centre
         return p[batch.type][:, :, None] * (empty[:, :, None] * G[batch.type]).sum(1)[:, None, :]

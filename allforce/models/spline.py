@@ -1,7 +1,7 @@
 """A curve on a table: B-splines of degree 5 on a uniform grid, linear in the node values.
 
-    f(x) ≈ Σ_k B_k(x) C_k ,   C = M⁻¹ f(nodes),   M the fixed collocation matrix
-    on interval b only B_b … B_{b+5} are non-zero, each a polynomial of u = (x − lo)/h − b
+f(x) ≈ Σ_k B_k(x) C_k ,   C = M⁻¹ f(nodes),   M the fixed collocation matrix
+on interval b only B_b … B_{b+5} are non-zero, each a polynomial of u = (x − lo)/h − b
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WIDTH = DEGREE + 1  # splines that overlap one interval
 
 @cache
 def polynomials() -> np.ndarray:
-    """(WIDTH, WIDTH) coefficients, ascending powers of u, of the splines on one interval, by the Cox–de Boor recursion."""
+    """(WIDTH, WIDTH) coefficients, ascending powers of u, of the splines on an interval: Cox–de Boor recursion."""
     w = [np.poly1d([1.0])]
     for p in range(1, DEGREE + 1):
         left = [np.poly1d([1.0, p - m]) * w[m - 1] if m > 0 else np.poly1d([0.0]) for m in range(p + 1)]
