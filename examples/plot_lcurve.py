@@ -38,6 +38,8 @@ def draw(columns: dict[str, np.ndarray], picture: Path) -> None:
             if f"{name}_{kind}" in columns:
                 panel.semilogy(columns["step"], factor * columns[f"{name}_{kind}"], color=color, lw=width, label=label)
         panel.set(title=f"RMSE of the {title}", xlabel="step")
+        panel.yaxis.set_major_formatter("{x:g}")
+        panel.yaxis.set_minor_formatter("")
         panel.grid(alpha=0.3, which="both", lw=0.5)
     panels[0, 0].legend(frameon=False)
     figure.savefig(picture, dpi=140)
