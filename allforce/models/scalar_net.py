@@ -66,7 +66,7 @@ class ValueAndGradient(torch.autograd.Function):
             t, d, dd = slopes(layer, torch.addmm(layer.b, a, layer.w), second)
             curves.append((t, d, dd))
             a = add_residual(t.clone() if layer.idt is None else t * layer.idt, a, layer.copies)
-        e = torch.addmv(last.b, a, last.w[:, 0])
+        e = torch.addmm(last.b, a, last.w)[:, 0]
         G = last.w[:, 0].expand(len(x), -1)
         for layer, (_, d, _) in zip(reversed(hidden), reversed(curves), strict=True):
             g = scale(layer, G, d)

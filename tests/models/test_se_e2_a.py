@@ -1,0 +1,215 @@
+"""se_e2_a with energy fitting: the common suite over its options, and comparison with a dense slot-by-slot reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from make import small_model
+from suite import CELLS, ModelSuite, batch_of, evaluate, structure
+
+from allforce.data.batch import Frame
+from allforce.models import moments
+from allforce.models.potential import Potential
+
+
+class TestTable(ModelSuite):
+    make = staticmethod(small_model)
+
+
+class TestExact(ModelSuite):
+    make = staticmethod(lambda: small_model(mode="exact"))
+
+
+class TestOneSideThreeTypes(ModelSuite):
+    make = staticmethod(lambda: small_model({"type_one_side": True, "resnet_dt": True}, ntypes=3))
+
+
+class TestExcludedPairs(ModelSuite):
+    """Also with protected distances and atoms without an energy of their own."""
+
+    make = staticmethod(
+        lambda: small_model(
+            {"exclude_types": [[0, 1]], "env_protection": 0.01}, model={"atom_exclude_types": [2]}, ntypes=3
+        )
+    )
+
+
+class TestParametersAndVacuum(ModelSuite):
+    make = staticmethod(
+        lambda: small_model(
+            {"set_davg_zero": True},
+            {"numb_fparam": 2, "numb_aparam": 1, "atom_ener": [-1.5, None], "resnet_dt": False},
+        )
+    )
+
+
+class TestSilu(ModelSuite):
+    make = staticmethod(lambda: small_model({"activation_function": "silu"}, {"activation_function": "softplus"}))
+
+
+class TestGelu(ModelSuite):
+    make = staticmethod(lambda: small_model({"activation_function": "gelu"}, {"activation_function": "sigmoid"}))
+
+
+def dense_energy(model: Potential, frame: Frame) -> float:
+    """The formulas slot by slot in plain numpy: sorted slots per type, empty ones filled with −davg/dstd."""
+    c, d = model.config, model.descriptor
+    s = c.descriptor
+
+    def net(nn, x):
+        for layer in nn.layers:
+            w, b = layer.w.detach().numpy(), layer.b.detach().numpy()
+            y = x @ w + b
+            y = y if layer.activation == "none" else np.tanh(y)
+            y = y if layer.idt is None else y * layer.idt.detach().numpy()
+            if layer.resnet and w.shape[1] == w.shape[0]:
+                y = y + x
+            if layer.resnet and w.shape[1] == 2 * w.shape[0]:
+                y = y + np.concatenate([x, x], -1)
+            x = y
+        return x
+
+    images = [np.zeros(3)] if frame.cell is None else [
+        np.array([a, b, e]) @ frame.cell for a in range(-3, 4) for b in range(-3, 4) for e in range(-3, 4)
+    ]  # fmt: skip
+    total = 0.0
+    for i, tau in enumerate(frame.type):
+        T = np.zeros((4, s.neuron[-1]))
+        avg, std = d.davg[tau].numpy(), d.dstd[tau].numpy()
+        for t in range(len(model.type_map)):
+            found = []
+            for j in np.flatnonzero(frame.type == t):
+                for image in images:
+                    v = frame.coord[j] - frame.coord[i] + image
+                    if 1e-9 < np.linalg.norm(v) <= s.rcut:
+                        found.append(v)
+            found = sorted(found, key=np.linalg.norm)[: s.sel[t]]
+            nn = d.nets[t] if s.type_one_side else d.nets[tau + len(model.type_map) * t]
+            for k in range(s.sel[t]):
+                R = np.zeros(4)
+                if k < len(found):
+                    r = np.linalg.norm(found[k])
+                    u = np.clip((r - s.rcut_smth) / (s.rcut - s.rcut_smth), 0, 1)
+                    w = 1 + u**3 * (-6 * u**2 + 15 * u - 10)
+                    R = np.r_[w / r, w * found[k] / r**2]
+                R = (R - avg) / std
+                T += np.outer(R, net(nn, R[:1])) / sum(s.sel)
+        D = (T.T @ T[:, : s.axis_neuron]).ravel()
+        total += float(net(model.fitting.nets[tau], D)[0]) + float(model.fitting.bias_atom_e[tau])
+    return total
+
+
+@pytest.mark.parametrize("one_side", [True, False])
+@pytest.mark.parametrize("cell", ["triclinic", "smaller than the cutoff", "none"])
+@pytest.mark.parametrize("sel", [[30, 30], [70, 80]])
+def test_dense_reference(one_side, cell, sel):
+    """Padding of `sel` counts, and more neighbours than `sel` keep the nearest of each type."""
+    model = small_model({"type_one_side": one_side, "sel": sel})
+    frame = structure(3, 6, 2, CELLS[cell])
+    assert float(evaluate(model, frame).energy[0]) == pytest.approx(dense_energy(model, frame), abs=1e-10)
+
+
+@pytest.mark.parametrize("options", [{}, {"type_one_side": True}, {"exclude_types": [[0, 1]]}, {"env_protection": 0.1}])
+def test_eager_and_compiled_agree(options, monkeypatch):
+    """The tensor form, which GPUs use, and the compiled loops give the same predictions and gradients."""
+    model = small_model(options, nodes=32)
+    batch = batch_of(model, structure(0), structure(1, 5, 2, CELLS["triclinic"]))
+
+    def run() -> list[torch.Tensor]:
+        p = model(batch)
+        loss = (p.energy**2).mean() + (p.force**2).mean() + (p.virial**2).mean()
+        return [p.energy, p.force, p.virial, *torch.autograd.grad(loss, list(model.parameters()))]
+
+    compiled = run()
+    monkeypatch.setitem(moments.BACKENDS, "cpu", moments.Eager)
+    for a, b in zip(compiled, run(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("one_side", [True, False])
+def test_table_follows_exact(one_side):
+    model, exact = (small_model({"type_one_side": one_side}, mode=m) for m in ("table", "exact"))
+    frame = structure(5)
+    a, b = evaluate(model, frame), evaluate(exact, frame)
+    torch.testing.assert_close(a.energy, b.energy, rtol=0, atol=1e-8)
+    torch.testing.assert_close(a.force, b.force, rtol=0, atol=1e-7)
+
+
+def test_close_neighbours_are_exact():
+    """Atoms nearer than anything in the data are off the grid and are evaluated by the net itself."""
+    model, exact = small_model(), small_model(mode="exact")
+    frame = structure(6)
+    near = frame.coord.copy()
+    near[1] = near[0] + [0.31, 0.1, 0.05]
+    frame = Frame(near, frame.type, frame.cell)
+    assert np.linalg.norm(near[1] - near[0]) < model.descriptor.r_close
+    a, b = evaluate(model, frame), evaluate(exact, frame)
+    torch.testing.assert_close(a.energy, b.energy, rtol=0, atol=1e-8)
+    torch.testing.assert_close(a.force, b.force, rtol=1e-8, atol=1e-7)
+
+
+def test_table_grows_when_the_nets_become_rough():
+    model = small_model(nodes=16)
+    with torch.no_grad():
+        for net in model.descriptor.nets:
+            for layer in net.layers:
+                layer.w *= 3.0
+    before = model.descriptor.table_error()
+    message = model.check_table()
+    assert before > model.descriptor.tolerance >= model.descriptor.table_error()
+    assert message is not None and "16 nodes" in message and str(model.descriptor.grid.K) in message
+    assert model.check_table() is None
+
+
+def test_a_net_with_kinks_is_exact():
+    model = small_model({"activation_function": "relu"})
+    assert model.descriptor.grid is None
+    frame = structure(2)
+    h, step = 1e-6, np.zeros((9, 3))
+    step[3, 1] = h
+    up, down = (evaluate(model, Frame(frame.coord + s * step, frame.type, frame.cell)).energy[0] for s in (1, -1))
+    assert float(evaluate(model, frame).force[3, 1]) == pytest.approx(-float(up - down) / (2 * h), abs=1e-6)
+
+
+def test_float32_is_close_to_float64():
+    f32, f64 = (small_model({"precision": p}, {"precision": p}, nodes=64) for p in ("float32", "float64"))
+    frame = structure(4)
+    a, b = evaluate(f32, frame), evaluate(f64, frame)
+    assert a.force.dtype == torch.float64 and next(f32.parameters()).dtype == torch.float32
+    torch.testing.assert_close(a.energy, b.energy, rtol=0, atol=1e-4)
+    torch.testing.assert_close(a.force, b.force, rtol=0, atol=1e-4)
+
+
+def test_an_atom_in_vacuum_has_the_given_energy():
+    model = small_model({"set_davg_zero": True}, {"atom_ener": [-1.5, None]})
+    model.fitting.bias_atom_e[:] = torch.tensor([-1.5, -2.0])
+    alone = evaluate(model, Frame(np.zeros((1, 3)), np.array([0]), None))
+    assert float(alone.energy[0]) == pytest.approx(-1.5, abs=1e-12)
+
+
+def test_trainable_flags():
+    model = small_model({"trainable": False}, {"trainable": [True, False, True]})
+    assert not any(p.requires_grad for p in model.descriptor.parameters())
+    flags = [[p.requires_grad for p in layer.parameters()] for layer in model.fitting.nets[0].layers]
+    assert all(flags[0]) and not any(flags[1]) and all(flags[2])
+    p = model(batch_of(model, structure(0)))
+    (p.force**2).sum().backward()
+    assert model.fitting.nets[0].layers[0].w.grad is not None
+
+
+def test_seed_fixes_the_nets():
+    a, b, c = small_model(), small_model(), small_model({"seed": 5})
+    assert torch.equal(a.descriptor.nets[0].layers[1].w, b.descriptor.nets[0].layers[1].w)
+    assert not torch.equal(a.descriptor.nets[0].layers[1].w, c.descriptor.nets[0].layers[1].w)
+    assert not torch.equal(a.descriptor.nets[0].layers[1].w, a.descriptor.nets[1].layers[1].w)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("precision", ["float64", "float32"])
+def test_gpu_equals_cpu(precision):
+    model = small_model({"precision": precision}, {"precision": precision})
+    batch = batch_of(model, structure(0), structure(1))
+    cpu = model(batch)
+    gpu = model.to("cuda")(batch.to("cuda"))
+    torch.testing.assert_close(gpu.force.cpu(), cpu.force, rtol=1e-5, atol=1e-5)
