@@ -186,7 +186,7 @@ class ModelSuite:
         assert torch.isfinite(p.energy).all() and (p.force == 0).all() and (p.virial == 0).all()
 
     def test_parameter_gradient(self, model):
-        """The derivative of a loss on energy, forces and virial by finite differences of a few parameters of each tensor."""
+        """The derivative of a loss on energy, forces and virial against finite differences in each parameter tensor."""
         batch = batch_of(model, self.frame(model, 11), self.frame(model, 12, "triclinic", 7))
         rng = torch.Generator().manual_seed(0)
         e0, f0, v0 = (torch.randn(n, generator=rng, dtype=torch.float64) for n in ((2,), (16, 3), (2, 9)))

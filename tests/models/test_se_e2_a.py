@@ -1,4 +1,4 @@
-"""se_e2_a with energy fitting: the common suite over its options, and comparison with a dense slot-by-slot reference."""
+"""se_e2_a with energy fitting: the common suite over its options, and a dense slot-by-slot reference."""
 
 from __future__ import annotations
 
