@@ -97,8 +97,8 @@ def check(world: World, comm: Comm, device: torch.device) -> None:
     for rank, (_, _, host, gpu, _) in enumerate(entries):
         if gpu and owner.setdefault((host, gpu), rank) != rank:
             raise UserError(
-                f"Ranks {owner[host, gpu]} and {rank} on {host} would share one GPU ({gpu}). Start one worker per GPU, or"
-                " let every worker see its own: check CUDA_VISIBLE_DEVICES and the GPU options of the scheduler."
+                f"Ranks {owner[host, gpu]} and {rank} on {host} would share one GPU ({gpu}). Start one worker per GPU,"
+                " or let every worker see its own: check CUDA_VISIBLE_DEVICES and the GPU options of the scheduler."
             )
     if not world.hosts or len(world.hosts) < len(set(hosts)):
         world.hosts = list(dict.fromkeys(hosts))

@@ -149,11 +149,11 @@ def _world(row: Launcher, env: Env) -> World:
         found = " and ".join(f"{n}={env[n]}" for n in (*have.split("|"), *row.proof) if n in env)
         raise UserError(
             f"{FULL_NAMES.get(row.name, row.name)} set {found or 'no rank'} but not {lack.replace('|', ' or ')}, so"
-            " it is unknown which worker this is. Start again under a launcher, or set ALLFORCE_LAUNCHER=none to run serially."
+            " it is unknown which worker this is. Start again under a launcher, or set ALLFORCE_LAUNCHER=none."
         )
     if not 0 <= rank < size:
         raise UserError(
-            f"{_name(row.rank, env)}={rank} does not fit {_name(row.size, env)}={size}: a rank is at least 0 and below the size."
+            f"{_name(row.rank, env)}={rank} does not fit {_name(row.size, env)}={size}: ranks go from 0 to size - 1."
             " Variables of two launchers are mixed in the environment; unset them, or set ALLFORCE_LAUNCHER=none."
         )
     local_rank, local_size = _number(row.local_rank, env), _local_size(row, size, env)
@@ -186,8 +186,8 @@ def _leftovers(env: Env) -> str:
         if int(rank) > 0:
             raise UserError(
                 f"{found} is set, but no launcher Allforce knows started this process. If it is left over in your"
-                f" shell: unset {rank_name} {size_name}. If your own launcher set it: export ALLFORCE_RANK, ALLFORCE_SIZE,"
-                " ALLFORCE_LOCAL_RANK, ALLFORCE_LOCAL_SIZE, MASTER_ADDR and MASTER_PORT for every worker."
+                f" shell: unset {rank_name} {size_name}. If your own launcher set it: export ALLFORCE_RANK,"
+                " ALLFORCE_SIZE, ALLFORCE_LOCAL_RANK, ALLFORCE_LOCAL_SIZE, MASTER_ADDR, MASTER_PORT for each worker."
             )
         return f"{found} is set, but no launcher started this process: taken as left over, running serially."
     return ""

@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -73,7 +74,7 @@ class MpiComm:
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         if tensor.numel():
             with on_host(tensor) as host:
-                self.comm.Allreduce(self.MPI.IN_PLACE, bits(host), self._op(tensor.dtype, op))
+                finish(self.comm.Iallreduce(self.MPI.IN_PLACE, bits(host), self._op(tensor.dtype, op)))
 
     def all_reduce_start(self, tensor: Tensor) -> Work:
         if not tensor.numel():
@@ -87,18 +88,18 @@ class MpiComm:
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         if tensor.numel():
             with on_host(tensor) as host:
-                self.comm.Bcast(bits(host), root)
+                finish(self.comm.Ibcast(bits(host), root))
 
     def gather(self, value: Any) -> list[Any]:
         text = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
         lengths = np.empty(self.size, dtype=np.int64)
-        self.comm.Allgather(np.array([len(text)], dtype=np.int64), lengths)
+        finish(self.comm.Iallgather(np.array([len(text)], dtype=np.int64), lengths))
         everything = np.empty(lengths.sum(), dtype=np.uint8)
-        self.comm.Allgatherv(text, [everything, lengths, self.MPI.BYTE])
+        finish(self.comm.Iallgatherv(text, [everything, lengths, self.MPI.BYTE]))
         return [json.loads(part.tobytes()) for part in np.split(everything, np.cumsum(lengths)[:-1])]
 
     def barrier(self) -> None:
-        self.comm.Barrier()
+        finish(self.comm.Ibarrier())
 
     def split(self, color: int) -> Comm:
         return MpiComm(self.MPI, self.comm.Split(color, self.rank))
@@ -131,7 +132,18 @@ class MpiWork:
         self.request, self.buffer = request, buffer  # the buffer must live until MPI is done
 
     def wait(self) -> None:
-        self.request.Wait()
+        finish(self.request)
+
+
+def finish(request: Any) -> None:
+    """Wait, the first 0.3 ms busily as MPI does, then with short sleeps: a core that spins is one that a rank waited
+    for, or this rank's own loader, may need. The sleeps stay below a twentieth of the time waited.
+    """
+    start = time.perf_counter()
+    while not request.Test():
+        waited = time.perf_counter() - start
+        if waited > 3e-4:
+            time.sleep(min(2e-4, waited / 20))
 
 
 def bits(tensor: Tensor) -> np.ndarray:

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from ..errors import UserError
-from .launch import World, detect
 from .devices import choose_threads, physical_cores
+from .launch import World, detect
 
 MARK = "ALLFORCE_SPAWNED"
 
@@ -43,7 +43,7 @@ def run_local_workers(n: int | str, argv: list[str]) -> int:
     world = detect()
     if world.size > 1:
         raise UserError(
-            f"--workers starts its own workers, but {world.started_by} has started {world.size} already: use one of them."
+            f"--workers starts its own workers, but {world.started_by} started {world.size} already: use one of them."
         )
     count = worker_count(str(n))
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its report of a failure is ours to give

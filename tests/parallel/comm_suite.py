@@ -1,4 +1,4 @@
-"""The test suite of every engine, run as a program by all ranks: python comm_suite.py [--engine E] [--expect E LAUNCHER].
+"""The test suite of every engine, run as a program by all ranks: comm_suite.py [--engine E] [--expect E LAUNCHER].
 
 Every check fails on its own rank with a traceback, which ends the job with an exit code other than 0. Rank 0 prints
 `passed` and what it ran on.
@@ -99,7 +99,7 @@ def gathers(comm) -> None:
     assert [v["rank"] for v in values] == list(range(comm.size))
     assert [len(v["text"]) for v in values] == [1000 * r for r in range(comm.size)]
     assert values[comm.rank] == mine
-    assert comm.gather(0.1 + comm.rank)[-1] == 0.1 + comm.size - 1
+    assert comm.gather(0.1 + comm.rank)[-1] == 0.1 + (comm.size - 1)
 
 
 def disagreement(comm) -> None:
