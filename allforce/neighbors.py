@@ -26,20 +26,20 @@ def _calculator(rcut: float, threads: int) -> NeighborList:
 
 
 def neighbor_list(
-    coord: np.ndarray, cell: np.ndarray | None, rcut: float, threads: int = 1
+    coord: np.ndarray, cell: np.ndarray | None, rcut: float, threads: int = 1, where: str = "the structure"
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """All pairs with |r| <= rcut: i (E,) int32 ascending, j (E,) int32, r (E, 3) float64.
 
-    coord (n, 3); cell (3, 3) with rows as lattice vectors, or None when not periodic.
+    coord (n, 3); cell (3, 3) with rows as lattice vectors, or None when not periodic; where: its name in messages.
     """
     coord = np.ascontiguousarray(coord, dtype=np.float64).reshape(-1, 3)
     if len(coord) == 0:
         return np.empty(0, np.int32), np.empty(0, np.int32), np.empty((0, 3))
     box = np.zeros((3, 3)) if cell is None else np.ascontiguousarray(cell, dtype=np.float64).reshape(3, 3)
     if cell is not None and abs(np.linalg.det(box)) < 1e-9:
-        raise UserError(f"the cell {box.tolist()} has no volume: its three vectors must be independent")
+        raise UserError(f"{where}: the cell {box.tolist()} has no volume. Its three vectors must be independent")
     pairs, r = _calculator(float(rcut), threads).compute(coord, box, cell is not None, "PD", copy=False)
-    return pairs[:, 0].astype(np.int32), pairs[:, 1].astype(np.int32), r
+    return pairs[:, 0].astype(np.int32), pairs[:, 1].astype(np.int32), r if r.flags.owndata else r.copy()
 
 
 def check_distances(i: np.ndarray, j: np.ndarray, r: np.ndarray, where: str, order: np.ndarray | None = None) -> float:

@@ -7,6 +7,7 @@ of thousands of small systems are a burden.
 from __future__ import annotations
 
 import io
+import math
 import os
 import struct
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ def open_npy(path: str) -> NpyArray:
         raise UserError(f"{path}: cannot be read as a .npy file ({error}). Write it with numpy.save") from None
     if dtype.kind not in "fiub":
         raise UserError(f"{path}: holds numbers of type {dtype}. Expected real numbers, written with numpy.save")
-    expected = size + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+    expected = size + dtype.itemsize * math.prod(shape)
     if stat.st_size < expected:
         raise UserError(
             f"{path}: the file is truncated. Its header promises shape {shape}, {expected} bytes, but it has "

@@ -12,6 +12,7 @@ An HDF5 file has the same tree, with groups for directories and datasets for fil
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Protocol
 
@@ -91,11 +92,11 @@ class Group:
 
     def arrays(self, set_name: str) -> dict[str, DiskArray]:
         group = self._here()[set_name]
-        return {
-            n[:-4]: H5Array(self.file, d.name, d.shape)
-            for n, d in group.items()
-            if n.endswith(".npy") and _canonical(n[:-4]) in USED
-        }
+        used = {n[:-4]: d for n, d in group.items() if n.endswith(".npy") and _canonical(n[:-4]) in USED}
+        for d in used.values():
+            if not isinstance(d, h5py.Dataset) or d.dtype.kind not in "fiub":
+                raise UserError(f"{self.file}#{d.name}: expected a dataset of real numbers, found {d}")
+        return {n: H5Array(self.file, d.name, d.shape) for n, d in used.items()}
 
 
 def _canonical(name: str) -> str:
@@ -232,7 +233,7 @@ def _width(name: str, array: DiskArray, rows: int, natoms: int) -> int:
     if rows == 1 and len(shape) == 1:
         found, width = 1, shape[0]
     else:
-        found, width = (shape[0] if shape else 0), int(np.prod(shape[1:], dtype=np.int64))
+        found, width = (shape[0] if shape else 0), math.prod(shape[1:])
     per_atom, each = LABELS.get(name, (False, 0))
     allowed = {
         "coord": [3 * natoms],

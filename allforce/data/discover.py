@@ -108,10 +108,13 @@ def _walk(root: str) -> list[str]:
         seen.add((stat.st_dev, stat.st_ino))
         with os.scandir(path) as entries:
             inside = sorted(entries, key=lambda e: e.name)
+        is_system = any(e.name == "type.raw" for e in inside)
         for e in inside:
-            if not e.name.startswith("set.") and e.is_dir():
+            if e.name.startswith("set.") and not is_system and os.path.isfile(os.path.join(e.path, "coord.npy")):
+                raise UserError(f"{path}: has {e.name}/coord.npy, but type.raw is missing, with the type of every atom")
+            if not (is_system and e.name.startswith("set.")) and e.is_dir():
                 visit(e.path)
-        if any(e.name == "type.raw" for e in inside):
+        if is_system:
             found.append(path)
 
     visit(root)

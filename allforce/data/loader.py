@@ -94,10 +94,7 @@ class Loader:
         system = self.dataset.systems[n]
         where = f"{system.name}, frame {k}"
         frame = self._with_parameters(system.frame(k)).by_type()
-        try:
-            pairs = neighbor_list(frame.coord, frame.cell, self.rcut)
-        except UserError as error:
-            raise UserError(f"{where}: {error}") from None
+        pairs = neighbor_list(frame.coord, frame.cell, self.rcut, where=where)
         check_distances(*pairs, where, frame.order)
         if self.seen is not None:
             keep = self.seen[frame.type[pairs[0]], frame.type[pairs[1]]]

@@ -79,8 +79,9 @@ def neighbor_stat(
     least, most = np.inf, np.zeros(ntypes)
     for system, k in share(frames, comm, split):
         frame = system.frame(k).by_type()
-        i, j, r = neighbor_list(frame.coord, frame.cell, rcut)
-        least = min(least, check_distances(i, j, r, f"{system.name}, frame {k}", frame.order))
+        where = f"{system.name}, frame {k}"
+        i, j, r = neighbor_list(frame.coord, frame.cell, rcut, where=where)
+        least = min(least, check_distances(i, j, r, where, frame.order))
         neighbor = np.zeros_like(j) if mixed else frame.type[j]
         count = np.bincount(i * np.int64(ntypes) + neighbor, minlength=len(frame.type) * ntypes)
         most = np.maximum(most, count.reshape(-1, ntypes).max(axis=0, initial=0))

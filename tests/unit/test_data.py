@@ -106,6 +106,9 @@ def test_hdf5_is_the_same_as_npy(tmp_path):
         assert a.labels.keys() == b.labels.keys()
         for name in a.labels:
             np.testing.assert_array_equal(a.labels[name], b.labels[name])
+    write_h5(tmp_path / "bad.h5", "/", [arrays(1) | {"force": np.array([b"a", b"b"])}])
+    with pytest.raises(UserError, match="bad.h5#/set.000/force.npy: expected a dataset of real numbers"):
+        open_systems(f"{tmp_path}/bad.h5", ["O", "H"])
     with pytest.raises(UserError, match="no group '/ice'"):
         open_systems(f"{tmp_path}/d.h5#/ice", ["O", "H"])
 
@@ -265,6 +268,10 @@ def test_nothing_there(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="no system found in .*empty"):
         open_systems(str(tmp_path / "empty"), ["O"])
+    write_npy(tmp_path / "untyped" / "s", arrays(1))
+    (tmp_path / "untyped" / "s" / "type.raw").unlink()
+    with pytest.raises(UserError, match="untyped/s: has set.000/coord.npy, but type.raw is missing"):
+        open_systems(str(tmp_path / "untyped"), ["O"])
     with pytest.raises(UserError, match="missing' does not exist"):
         open_systems(str(tmp_path / "missing"), ["O"])
     with pytest.raises(UserError, match="the list is empty"):

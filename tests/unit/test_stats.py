@@ -96,6 +96,8 @@ def test_neighbours(data):
         for found, count in on_workers(size, lambda comm: stats.neighbor_stat(data.systems, RCUT, comm)):
             assert found == pytest.approx(least, rel=1e-14)
             assert count.tolist() == most.tolist() and count[3] == 0
+    everyone = max(np.bincount(neighbor_list(f.coord, f.cell, RCUT)[0]).max() for f in all_frames(data))
+    assert stats.neighbor_stat(data.systems, RCUT, SerialComm(), mixed=True)[1].tolist() == [everyone]
 
 
 def test_neighbours_none_and_touching(tmp_path):
