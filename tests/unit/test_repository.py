@@ -184,6 +184,14 @@ def test_keys_named_in_the_documentation_exist():
             assert key in keys, f"{page}: {key}"
 
 
+def test_environment_variables_of_the_documentation_are_read():
+    source = "\n".join(path.read_text() for path in SOURCES)
+    text = "\n".join(page.read_text() for page in ROOT.glob("docs/*.md"))
+    named = set(re.findall(r"`((?:ALLFORCE|DP|OMP|MASTER|CUDA)_[A-Z_]+)`", text))
+    assert len(named) > 5
+    assert not {name for name in named if name not in source}
+
+
 # ---- packaging, example
 
 
