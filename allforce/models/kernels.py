@@ -53,8 +53,8 @@ def polynomial(table, u, out):
 
 
 @njit(**options)
-def moments(r, j, first, types, center, used, sel, rs, rc, p, r_close, lo, inv_h, K, A):
-    """A[i, :, t·K + k] += B_k(x_e) R̂_e over the edges of i, and the empty slots of `sel`."""
+def moments(r, j, first, types, center, used, rs, rc, p, r_close, lo, inv_h, K, begin, end, sel, A):
+    """A[i, :, (t − begin)·K + k] += B_k(x_e) R̂_e over the edges of i, and the empty slots of `sel`."""
     value = np.empty(LANES)
     for i in range(types.shape[0]):
         tau = types[i]
@@ -62,6 +62,8 @@ def moments(r, j, first, types, center, used, sel, rs, rc, p, r_close, lo, inv_h
         empty = sel.copy()
         for e in range(first[i], first[i + 1]):
             t = types[j[e]]
+            if t < begin or t >= end:
+                continue
             empty[t] -= 1.0
             d, s, _, q, _ = radial(r[e, 0], r[e, 1], r[e, 2], rs, rc, p)
             if d < r_close or not used[tau, t]:
@@ -69,7 +71,7 @@ def moments(r, j, first, types, center, used, sel, rs, rc, p, r_close, lo, inv_h
             x = (s - avg) * scale_r
             b, u = interval(x, lo, inv_h, K)
             polynomial(VALUE, u, value)
-            b += t * K
+            b += (t - begin) * K
             v = q * scale_a / d
             vx, vy, vz = v * r[e, 0], v * r[e, 1], v * r[e, 2]
             for m in range(WIDTH):
@@ -80,14 +82,14 @@ def moments(r, j, first, types, center, used, sel, rs, rc, p, r_close, lo, inv_h
         x = -avg * scale_r
         b, u = interval(x, lo, inv_h, K)
         polynomial(VALUE, u, value)
-        for t in range(sel.shape[0]):
+        for t in range(begin, end):
             for m in range(WIDTH):
-                A[i, 0, t * K + b + m] += max(empty[t], 0.0) * value[m] * x
+                A[i, 0, (t - begin) * K + b + m] += max(empty[t], 0.0) * value[m] * x
 
 
 @njit(**options)
-def pull(r, j, first, types, center, used, rs, rc, p, r_close, lo, inv_h, K, gA, g):
-    """g_e = ∂E/∂r_e from gA = ∂E/∂A."""
+def pull(r, j, first, types, center, used, rs, rc, p, r_close, lo, inv_h, K, begin, end, gA, g):
+    """g_e = ∂E/∂r_e from gA = ∂E/∂A; edges to other types, and those not on the grid, are left as they are."""
     value = np.empty(LANES)
     slope = np.empty(LANES)
     for i in range(types.shape[0]):
@@ -95,18 +97,17 @@ def pull(r, j, first, types, center, used, rs, rc, p, r_close, lo, inv_h, K, gA,
         avg, scale_r, scale_a = center[tau, 0], center[tau, 1], center[tau, 2]
         for e in range(first[i], first[i + 1]):
             t = types[j[e]]
+            if t < begin or t >= end:
+                continue
             d, s, ds, q, dq = radial(r[e, 0], r[e, 1], r[e, 2], rs, rc, p)
             if d < r_close or not used[tau, t]:
-                g[e, 0] = 0.0
-                g[e, 1] = 0.0
-                g[e, 2] = 0.0
                 continue
             nx, ny, nz = r[e, 0] / d, r[e, 1] / d, r[e, 2] / d
             x = (s - avg) * scale_r
             b, u = interval(x, lo, inv_h, K)
             polynomial(VALUE, u, value)
             polynomial(SLOPE, u, slope)
-            b += t * K
+            b += (t - begin) * K
             v0, vx, vy, vz, s0, sx, sy, sz = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0  # Σ_m value·gA and Σ_m slope·gA
             for m in range(WIDTH):
                 g0, gx, gy, gz = gA[i, 0, b + m], gA[i, 1, b + m], gA[i, 2, b + m], gA[i, 3, b + m]
@@ -129,7 +130,7 @@ def pull(r, j, first, types, center, used, rs, rc, p, r_close, lo, inv_h, K, gA,
 
 
 @njit(**options)
-def push(r, j, first, types, center, used, rs, rc, p, r_close, lo, inv_h, K, u_edges, A):
+def push(r, j, first, types, center, used, rs, rc, p, r_close, lo, inv_h, K, begin, end, u_edges, A):
     """The adjoint of pull: A += Σ_e ∂(B R̂)/∂r_e · u_e."""
     value = np.empty(LANES)
     slope = np.empty(LANES)
@@ -138,6 +139,8 @@ def push(r, j, first, types, center, used, rs, rc, p, r_close, lo, inv_h, K, u_e
         avg, scale_r, scale_a = center[tau, 0], center[tau, 1], center[tau, 2]
         for e in range(first[i], first[i + 1]):
             t = types[j[e]]
+            if t < begin or t >= end:
+                continue
             d, s, ds, q, dq = radial(r[e, 0], r[e, 1], r[e, 2], rs, rc, p)
             if d < r_close or not used[tau, t]:
                 continue
@@ -147,7 +150,7 @@ def push(r, j, first, types, center, used, rs, rc, p, r_close, lo, inv_h, K, u_e
             b, u = interval(x, lo, inv_h, K)
             polynomial(VALUE, u, value)
             polynomial(SLOPE, u, slope)
-            b += t * K
+            b += (t - begin) * K
             un = ux * nx + uy * ny + uz * nz
             dx = un * ds * scale_r
             across = q * scale_a / d

@@ -1,14 +1,16 @@
 """The fast path: spline moments of the neighbourhood of every atom, with closed-form derivatives.
 
     A_i,t,k = Σ_{e of i, type t} B_k(x_e) R̂_e  + (sel_t − n_it) B_k(p_0) p     x_e = R̂_e0,  p = −davg/dstd of the centre
-    ∂E/∂r_e = pull(∂E/∂A),   and for losses on forces its adjoint push(v): both are linear in their argument
+    T_i     = Σ_t,k A_i,t,k ⊗ C_t,k                                            C: the embedding nets as splines
+    ∂E/∂r_e = pull(∂E/∂A),  ∂E/∂A = ∂E/∂T Cᵀ,  and for losses on forces its adjoint push(v): all of them linear
 
-A holds geometry only, no parameters. So the embedding nets are evaluated on the K nodes of a grid instead of on
-every neighbour: T_i = (1/nnei) Σ_tk A_itk ⊗ C_tk with C the spline coefficients of the nets (se_e2_a.py).
+A holds geometry only, no parameters. So the nets are evaluated on the K nodes of a grid instead of on every neighbour.
+With many types A is made for some neighbour types at a time and made again when it is needed: it costs little.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,13 +21,17 @@ from allforce.models import kernels
 from allforce.models.envmat import environment
 from allforce.models.spline import WIDTH, Grid
 
+MOMENTS_BYTES = 256 << 20  # a larger A is made piece by piece
+
 
 @dataclass
 class Geometry:
     """The edges of a batch, and how a descriptor looks at them."""
 
+    r: Tensor  # (E, 3)
     edges: Edges
     type: Tensor  # (N,)
+    type_counts: tuple[int, ...]  # (nt,)
     center: Tensor  # (nt, 3) davg, 1/dstd radial, 1/dstd angular of the centre type
     used: Tensor  # (nt, nt) bool, False for excluded (centre, neighbour) types
     sel: Tensor  # (nt,) float64 slots
@@ -36,54 +42,112 @@ class Geometry:
     grid: Grid
     dtype: torch.dtype
 
-    def new_moments(self) -> Tensor:
-        shape = (len(self.type), 4, len(self.sel) * self.grid.K)
+    def pieces(self) -> list[tuple[int, int]]:
+        """Ranges of neighbour types whose moments fit into MOMENTS_BYTES, at least one type each."""
+        ntypes = len(self.sel)
+        one = max(1, len(self.type) * 4 * self.grid.K * self.dtype.itemsize)
+        width = max(1, min(ntypes, MOMENTS_BYTES // one))
+        return [(t, min(t + width, ntypes)) for t in range(0, ntypes, width)]
+
+    def new_moments(self, begin: int, end: int) -> Tensor:
+        shape = (len(self.type), 4, (end - begin) * self.grid.K)
         return torch.zeros(shape, dtype=self.dtype, device=self.type.device)
 
+    def blocks(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Rows (N·4, ·) of the atoms of each centre type: atoms are sorted by type."""
+        return zip(*(t.flatten(0, 1).split([4 * n for n in self.type_counts]) for t in tensors), strict=True)
 
-class Pull(torch.autograd.Function):
-    """∂E/∂r_e (E, 3) from ∂E/∂A (N, 4, nt·K): linear, and its adjoint is push."""
+
+def times(A: Tensor, C: Tensor, g: Geometry) -> Tensor:
+    """A (N, 4, m) times C (nets, m, M) → (N, 4, M); one net for all centres, or one for each centre type."""
+    if len(C) == 1:
+        return A @ C[0]
+    return torch.cat([a @ c for (a,), c in zip(g.blocks(A), C, strict=True)]).view(len(A), 4, -1)
+
+
+def gradient_of_table(A: Tensor, T: Tensor, nets: int, g: Geometry) -> Tensor:
+    """Σ_i A_iᵀ T_i (nets, m, M), over all centres or over those of each type."""
+    if nets == 1:
+        return (A.flatten(0, 1).T @ T.flatten(0, 1))[None]
+    return torch.stack([a.T @ t for a, t in g.blocks(A, T)])
+
+
+class TableSum(torch.autograd.Function):
+    """T (N, 4, M1) = A·C for C (nets, nt·K, M1); linear in C."""
 
     @staticmethod
-    def forward(ctx, gA: Tensor, r: Tensor, geometry: Geometry) -> Tensor:
-        ctx.save_for_backward(r)
-        ctx.geometry = geometry
-        return backend(r).pull(gA, r, geometry)
+    def forward(ctx, C: Tensor, g: Geometry) -> Tensor:
+        K, pieces = g.grid.K, g.pieces()
+        T, A = None, None
+        for begin, end in pieces:
+            A = backend(g.r).moments(g, begin, end)
+            part = times(A, C[:, begin * K : end * K], g)
+            T = part if T is None else T.add_(part)
+        ctx.geometry, ctx.nets = g, len(C)
+        ctx.moments = A if len(pieces) == 1 and ctx.needs_input_grad[0] else None
+        assert T is not None
+        return T
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, T_bar: Tensor):
+        g, parts = ctx.geometry, []
+        for begin, end in g.pieces():
+            A = ctx.moments if ctx.moments is not None else backend(g.r).moments(g, begin, end)
+            parts.append(gradient_of_table(A, T_bar, ctx.nets, g))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1), None
+
+
+class TablePull(torch.autograd.Function):
+    """∂E/∂r_e (E, 3) = pull(gT·Cᵀ) from gT = ∂E/∂T (N, 4, M1); linear in gT and in C."""
+
+    @staticmethod
+    def forward(ctx, gT: Tensor, C: Tensor, g: Geometry) -> Tensor:
+        ctx.save_for_backward(gT, C)
+        ctx.geometry = g
+        K = g.grid.K
+        out = torch.zeros_like(g.r)
+        for begin, end in g.pieces():
+            gA = times(gT, C[:, begin * K : end * K].transpose(1, 2), g)
+            backend(g.r).pull(gA, g, begin, end, out)
+        return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, u: Tensor):
-        r = ctx.saved_tensors[0]
-        return backend(r).push(u, r, ctx.geometry), None, None
+        gT, C = ctx.saved_tensors
+        g, K = ctx.geometry, ctx.geometry.grid.K
+        gT_bar, parts = None, []
+        for begin, end in g.pieces():
+            A_dot = backend(g.r).push(u, g, begin, end)
+            part = times(A_dot, C[:, begin * K : end * K], g)
+            gT_bar = part if gT_bar is None else gT_bar.add_(part)
+            parts.append(gradient_of_table(A_dot, gT, len(C), g))
+        return gT_bar, parts[0] if len(parts) == 1 else torch.cat(parts, 1), None
 
 
 class Compiled:
-    """CPU: one compiled pass over the edges."""
+    """CPU: one compiled pass over the edges. pull adds to what is in out only where it writes."""
 
     @staticmethod
-    def arguments(r: Tensor, g: Geometry) -> list:
-        return [x.numpy() for x in (r, g.edges.j, g.edges.first, g.type, g.center, g.used)]
-
-    @staticmethod
-    def constants(g: Geometry) -> tuple:
-        return g.rs, g.rc, g.protection, g.r_close, g.grid.lo, 1.0 / g.grid.h, g.grid.K
+    def arguments(g: Geometry, begin: int, end: int) -> tuple:
+        arrays = (x.numpy() for x in (g.r, g.edges.j, g.edges.first, g.type, g.center, g.used))
+        return *arrays, g.rs, g.rc, g.protection, g.r_close, g.grid.lo, 1.0 / g.grid.h, g.grid.K, begin, end
 
     @classmethod
-    def moments(cls, r: Tensor, g: Geometry) -> Tensor:
-        A = g.new_moments()
-        kernels.moments(*cls.arguments(r, g), g.sel.numpy(), *cls.constants(g), A.numpy())
+    def moments(cls, g: Geometry, begin: int, end: int) -> Tensor:
+        A = g.new_moments(begin, end)
+        kernels.moments(*cls.arguments(g, begin, end), g.sel.numpy(), A.numpy())
         return A
 
     @classmethod
-    def pull(cls, gA: Tensor, r: Tensor, g: Geometry) -> Tensor:
-        out = torch.empty_like(r)
-        kernels.pull(*cls.arguments(r, g), *cls.constants(g), gA.detach().contiguous().numpy(), out.numpy())
-        return out
+    def pull(cls, gA: Tensor, g: Geometry, begin: int, end: int, out: Tensor) -> None:
+        kernels.pull(*cls.arguments(g, begin, end), gA.contiguous().numpy(), out.numpy())
 
     @classmethod
-    def push(cls, u: Tensor, r: Tensor, g: Geometry) -> Tensor:
-        A = g.new_moments()
-        kernels.push(*cls.arguments(r, g), *cls.constants(g), u.contiguous().numpy(), A.numpy())
+    def push(cls, u: Tensor, g: Geometry, begin: int, end: int) -> Tensor:
+        A = g.new_moments(begin, end)
+        kernels.push(*cls.arguments(g, begin, end), u.contiguous().numpy(), A.numpy())
         return A
 
 
@@ -91,57 +155,56 @@ class Eager:
     """Any device: the same with tensor operations; also the reference for Compiled in the tests."""
 
     @staticmethod
-    def rows(r: Tensor, g: Geometry) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """R̂ (E, 4) of the edges in use (rows of zeros elsewhere), their places in A, spline values and slopes."""
-        e, tau = g.edges, g.type[g.edges.i]
-        t = g.type[e.j]
-        keep = g.used[tau, t] & (torch.linalg.vector_norm(r, dim=1) >= g.r_close)
-        shift, scale = g.center[tau, 0], g.center[tau][:, [1, 2, 2, 2]]
+    def rows(r: Tensor, g: Geometry, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """R̂ (E, 4), places in A (E, WIDTH, 4), spline values and slopes (E, WIDTH), zero for edges not in use."""
+        tau, t = g.type[g.edges.i], g.type[g.edges.j]
+        keep = g.used[tau, t] & (torch.linalg.vector_norm(r, dim=1) >= g.r_close) & (t >= begin) & (t < end)
         R = environment(r, g.rs, g.rc, g.protection)
-        R = torch.cat([R[:, :1] - shift[:, None], R[:, 1:]], 1) * scale
+        R = torch.cat([R[:, :1] - g.center[tau, :1], R[:, 1:]], 1) * g.center[tau][:, [1, 2, 2, 2]]
         b, value, slope = g.grid.weights(R[:, 0].clamp(max=g.grid.hi).detach())
-        mask = keep[:, None].to(R.dtype)
-        place = ((e.i * 4 * len(g.sel) + t) * g.grid.K + b)[:, None] + torch.arange(WIDTH, device=r.device)
-        return R, place, value * mask, slope * mask, torch.arange(4, device=r.device) * (len(g.sel) * g.grid.K)
+        mask, nt, steps = keep[:, None].to(R.dtype), end - begin, torch.arange(WIDTH, device=r.device)
+        row = (g.edges.i * 4 * nt + (t - begin).clamp(0, nt - 1)) * g.grid.K + b
+        component = torch.arange(4, device=r.device) * (nt * g.grid.K)
+        return R, row[:, None, None] + steps[:, None] + component, value * mask, slope * mask
 
-    @classmethod
-    def scatter(cls, place: Tensor, component: Tensor, values: Tensor, g: Geometry) -> Tensor:
-        A = g.new_moments()
-        index = place[:, :, None] + component  # (E, WIDTH, 4)
-        A.view(-1).index_add_(0, index.reshape(-1), values.reshape(-1).to(A.dtype))
+    @staticmethod
+    def scatter(place: Tensor, values: Tensor, g: Geometry, begin: int, end: int) -> Tensor:
+        A = g.new_moments(begin, end)
+        A.view(-1).index_add_(0, place.reshape(-1), values.reshape(-1).to(A.dtype))
         return A
 
     @classmethod
-    def moments(cls, r: Tensor, g: Geometry) -> Tensor:
-        R, place, value, _, component = cls.rows(r, g)
-        A = cls.scatter(place, component, value[:, :, None] * R[:, None, :], g)
-        N, nt, K = len(g.type), len(g.sel), g.grid.K
-        count = torch.zeros(N * nt, dtype=g.sel.dtype, device=r.device)
-        count.index_add_(0, g.edges.i * nt + g.type[g.edges.j], torch.ones_like(r[:, 0]))
-        empty = (g.sel - count.view(N, nt)).clamp(min=0.0)  # (N, nt)
+    def moments(cls, g: Geometry, begin: int, end: int) -> Tensor:
+        R, place, value, _ = cls.rows(g.r, g, begin, end)
+        A = cls.scatter(place, value[:, :, None] * R[:, None, :], g, begin, end)
+        N, nt = len(g.type), len(g.sel)
+        count = torch.zeros(N * nt, dtype=g.sel.dtype, device=A.device)
+        count.index_add_(0, g.edges.i * nt + g.type[g.edges.j], torch.ones_like(g.r[:, 0]))
+        empty = (g.sel - count.view(N, nt)).clamp(min=0.0)[:, begin:end]  # (N, types of this piece)
         p0 = -g.center[:, 0] * g.center[:, 1]  # (nt,) of the centre type
         b, value, _ = g.grid.weights(p0)
-        slots = (b[:, None] + torch.arange(WIDTH, device=r.device))[g.type]  # (N, WIDTH)
-        amount = empty[:, :, None] * (value * p0[:, None])[g.type][:, None, :]  # (N, nt, WIDTH)
-        A.view(N, 4, nt, K)[:, 0].scatter_add_(2, slots[:, None, :].expand(-1, nt, -1), amount.to(A.dtype))
+        slots = (b[:, None] + torch.arange(WIDTH, device=A.device))[g.type]  # (N, WIDTH)
+        amount = empty[:, :, None] * (value * p0[:, None])[g.type][:, None, :]  # (N, types, WIDTH)
+        of_type = A.view(N, 4, end - begin, g.grid.K)[:, 0]
+        of_type.scatter_add_(2, slots[:, None, :].expand(-1, end - begin, -1), amount.to(A.dtype))
         return A
 
     @classmethod
-    def pull(cls, gA: Tensor, r: Tensor, g: Geometry) -> Tensor:
+    def pull(cls, gA: Tensor, g: Geometry, begin: int, end: int, out: Tensor) -> None:
         with torch.enable_grad():
-            r = r.detach().requires_grad_()
-            R, place, value, slope, component = cls.rows(r, g)
-            ga = gA.detach().reshape(-1)[place[:, :, None] + component].to(r.dtype)  # (E, WIDTH, 4)
+            r = g.r.detach().requires_grad_()
+            R, place, value, slope = cls.rows(r, g, begin, end)
+            ga = gA.reshape(-1)[place].to(r.dtype)  # (E, WIDTH, 4)
             gR = (value[:, :, None] * ga).sum(1)
             gR[:, 0] += (slope[:, :, None] * ga * R.detach()[:, None, :]).sum((1, 2))
-            return torch.autograd.grad(R, r, gR)[0]
+            out += torch.autograd.grad(R, r, gR)[0]
 
     @classmethod
-    def push(cls, u: Tensor, r: Tensor, g: Geometry) -> Tensor:
-        R, dR = torch.autograd.functional.jvp(lambda x: cls.rows(x, g)[0], r.detach(), u.detach())
-        _, place, value, slope, component = cls.rows(r.detach(), g)
+    def push(cls, u: Tensor, g: Geometry, begin: int, end: int) -> Tensor:
+        R, dR = torch.autograd.functional.jvp(lambda x: cls.rows(x, g, begin, end)[0], g.r, u)
+        _, place, value, slope = cls.rows(g.r, g, begin, end)
         values = slope[:, :, None] * dR[:, None, :1] * R[:, None, :] + value[:, :, None] * dR[:, None, :]
-        return cls.scatter(place, component, values, g)
+        return cls.scatter(place, values, g, begin, end)
 
 
 BACKENDS: dict[str, type[Compiled] | type[Eager]] = {"cpu": Compiled}
@@ -149,8 +212,3 @@ BACKENDS: dict[str, type[Compiled] | type[Eager]] = {"cpu": Compiled}
 
 def backend(r: Tensor) -> type[Compiled] | type[Eager]:
     return BACKENDS.get(r.device.type, Eager)
-
-
-def moments(r: Tensor, geometry: Geometry) -> Tensor:
-    """A (N, 4, nt·K) of the edge vectors r (E, 3)."""
-    return backend(r).moments(r, geometry)

@@ -9,7 +9,7 @@ G is a curve of one scalar, so it is trained on a table (moments.py); `exact` ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -19,19 +19,12 @@ from allforce.data.batch import Batch
 from allforce.models.edges import Gram, GramPull
 from allforce.models.envmat import environment
 from allforce.models.layers import DTYPES, NOT_SMOOTH, Net, generator
-from allforce.models.moments import Geometry, Pull, moments
+from allforce.models.moments import Geometry, TablePull, TableSum
 from allforce.models.spline import DEGREE, Grid
 
 MAX_NODES = 4096
 NEAREST = 0.7  # Å, the table's near end when the data's smallest distance is not known
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-5}
-
-
-def by_rows(A: Tensor, matrices: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
-    """Each block of rows of A times its own matrix."""
-    if len(matrices) == 1:
-        return A @ matrices[0]
-    return torch.cat([a @ m for a, m in zip(A.split(list(rows)), matrices, strict=True)])
 
 
 class SeE2A(nn.Module):
@@ -149,25 +142,19 @@ class SeE2A(nn.Module):
         assert self.grid is not None
         center = torch.stack([self.davg[:, 0], 1.0 / self.dstd[:, 0], 1.0 / self.dstd[:, 1]], 1)
         geometry = Geometry(
-            batch.edges, batch.type, center, self.used, self.sel, *self.radii(), self.r_close, self.grid, self.dtype
-        )
+            r, batch.edges, batch.type, batch.type_counts, center, self.used, self.sel, *self.radii(), self.r_close,
+            self.grid, self.dtype,
+        )  # fmt: skip
         C = self.coefficients() / self.nnei  # (nets, K, M1)
-        if self.one_side:
-            tables, rows = [C.reshape(-1, self.M1)], [4 * len(batch.type)]
-        else:  # one for each type of the centre, and atoms are sorted by type
+        if not self.one_side:  # centre before neighbour
             C = C.view(self.ntypes, self.ntypes, self.grid.K, self.M1).transpose(0, 1)
-            tables, rows = list(C.reshape(self.ntypes, -1, self.M1)), [4 * n for n in batch.type_counts]
-        T = by_rows(moments(r, geometry).flatten(0, 1), tables, rows).view(-1, 4, self.M1)
-
-        def pull(gT: Tensor) -> Tensor:
-            gA = by_rows(gT.reshape(-1, self.M1), [c.T for c in tables], rows)
-            return Pull.apply(gA.view(len(T), 4, -1), r, geometry)
-
+        C = C.reshape(-1, self.ntypes * self.grid.K, self.M1)
+        T = TableSum.apply(C, geometry)
         close = torch.linalg.vector_norm(r, dim=1) < self.r_close
         if not bool(close.any()):
-            return T, pull
+            return T, lambda gT: TablePull.apply(gT, C, geometry)
         T_close, pull_close = self.embed_exact(batch, r, close)
-        return T + T_close, lambda gT: pull(gT) + pull_close(gT)
+        return T + T_close, lambda gT: TablePull.apply(gT, C, geometry) + pull_close(gT)
 
     def embed_exact(
         self, batch: Batch, r: Tensor, subset: Tensor | None = None

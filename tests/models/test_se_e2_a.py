@@ -127,6 +127,25 @@ def test_eager_and_compiled_agree(options, monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("backend", [moments.Compiled, moments.Eager])
+@pytest.mark.parametrize("one_side", [True, False])
+def test_moments_in_pieces(one_side, backend, monkeypatch):
+    """With little memory the neighbour types are taken one by one; nothing changes."""
+    model = small_model({"type_one_side": one_side}, ntypes=3, nodes=32)
+    batch = batch_of(model, structure(0, 9, 3), structure(1, 5, 3, CELLS["triclinic"]))
+    monkeypatch.setitem(moments.BACKENDS, "cpu", backend)
+
+    def run() -> list[torch.Tensor]:
+        p = model(batch)
+        loss = (p.energy**2).mean() + (p.force**2).mean()
+        return [p.energy, p.force, *torch.autograd.grad(loss, list(model.parameters()))]
+
+    whole = run()
+    monkeypatch.setattr(moments, "MOMENTS_BYTES", 1)
+    for a, b in zip(whole, run(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
 @pytest.mark.parametrize("one_side", [True, False])
 def test_table_follows_exact(one_side):
     model, exact = (small_model({"type_one_side": one_side}, mode=m) for m in ("table", "exact"))
