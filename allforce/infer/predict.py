@@ -166,8 +166,8 @@ class DeepPot:
         for group in self._groups(frames):
             batch = self._batch(group)
             with torch.no_grad():
-                D = self.model.descriptor(batch, batch.edges.r).double()
-            yield from _to_frames(D, batch, group)
+                D, _ = self.model.descriptor(batch, batch.edges.r)
+            yield from _to_frames(D.double(), batch, group)
 
     def results(self, batch: Batch, frames: Sequence[Frame], atom_virial: bool) -> Iterator[Result]:
         with torch.no_grad():

@@ -1,0 +1,359 @@
+"""Model files: what is written comes back, files of other origins are understood, everything else is a clear error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from allforce.config.schema import ModelConfig
+from allforce.errors import UserError
+from allforce.infer.container import read_tree, write_tree
+from allforce.infer.freeze import freeze
+from allforce.infer.model_file import load_model, observed_types, save_model
+from allforce.infer.predict import DeepPot
+from allforce.models.potential import Potential
+from allforce.train.checkpoint import Checkpoint, save
+
+COORD = np.array([[0.0, 0.0, 0.0], [1.1, 0.2, 0.1], [0.1, 1.2, 0.3], [2.0, 1.9, 0.4], [0.5, 0.6, 2.1]])
+TYPES = [0, 1, 1, 0, 1]
+
+
+def make(descriptor: dict | None = None, fitting: dict | None = None, **model: object) -> Potential:
+    """A small model with random weights, statistics and bias."""
+    section = {
+        "type_map": ["O", "H"],
+        "descriptor": {"type": "se_e2_a", "sel": [6, 9], "rcut": 4.0, "rcut_smth": 0.5, "neuron": [2, 4, 8]}
+        | {"axis_neuron": 3, "seed": 1, "precision": "float64"}
+        | (descriptor or {}),
+        "fitting_net": {"neuron": [5, 5], "seed": 2, "precision": "float64"} | (fitting or {}),
+        **model,
+    }
+    potential = Potential(ModelConfig.model_validate(section))
+    with torch.no_grad():
+        potential.descriptor.davg[:, 0] = torch.tensor([0.11, 0.07])
+        potential.descriptor.dstd.copy_(torch.tensor([[0.2, 0.1, 0.1, 0.1], [0.3, 0.15, 0.15, 0.15]]))
+        potential.fitting.bias_atom_e.copy_(torch.tensor([-90.5, -12.25]))
+        for k, name in enumerate(("fparam_avg", "fparam_inv_std", "aparam_avg", "aparam_inv_std")):
+            getattr(potential.fitting, name).fill_(0.5 + k)
+    potential.min_nbor_dist = 0.875
+    return potential
+
+
+def energies(model: Potential, **parameters: object) -> tuple[np.ndarray, ...]:
+    return DeepPot(model, table="exact").eval(COORD.reshape(1, -1), None, TYPES, atomic=True, **parameters)
+
+
+def edit_json(path: Path, change) -> None:
+    """Change the tree of a .dp in place."""
+    with h5py.File(path, "r+") as file:
+        tree = json.loads(file.attrs["json"])
+        change(tree, file)
+        file.attrs["json"] = json.dumps(tree)
+
+
+VARIANTS = {
+    "two_sided": make,
+    "one_sided": lambda: make({"type_one_side": True}),
+    "resnet_dt": lambda: make({"resnet_dt": True}, {"resnet_dt": False}),
+    "float32": lambda: make({"precision": "float32"}, {"precision": "float32"}),
+    "parameters": lambda: make(None, {"numb_fparam": 2, "numb_aparam": 1, "default_fparam": [0.5, 0.25]}),
+    "excluded": lambda: make({"exclude_types": [[0, 1]]}, pair_exclude_types=[[1, 1]], atom_exclude_types=[1]),
+    "vacuum": lambda: make(None, {"atom_ener": [-1.0, None], "trainable": [True, False, True]}),
+    "activations": lambda: make({"activation_function": "GELU"}, {"activation_function": "silut:2.0"}),
+}
+
+
+@pytest.mark.parametrize("suffix", [".dp", ".yaml"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_is_written_comes_back(variant: str, suffix: str, tmp_path: Path) -> None:
+    model = VARIANTS[variant]()
+    save_model(model, tmp_path / f"m{suffix}")
+    again = load_model(tmp_path / f"m{suffix}")
+    assert again.config.descriptor == model.config.descriptor
+    assert again.config.pair_exclude_types == model.config.pair_exclude_types
+    assert again.config.atom_exclude_types == model.config.atom_exclude_types
+    assert again.min_nbor_dist == 0.875
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]) and value.dtype == again.state_dict()[name].dtype, name
+    given = {"fparam": [1.0, 2.0], "aparam": [0.7]} if variant == "parameters" else {}
+    for a, b in zip(energies(model, **given), energies(again, **given), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert list(tmp_path.iterdir()) == [tmp_path / f"m{suffix}"]  # no temporary file is left
+
+
+def test_layout_of_the_dp_file(tmp_path: Path) -> None:
+    """Names, shapes and places that DeePMD-kit looks for."""
+    save_model(make(), tmp_path / "m.dp")
+    with h5py.File(tmp_path / "m.dp") as file:
+        tree = json.loads(file.attrs["json"])
+        model = tree["model"]
+        assert model["@class"] == "Model" and model["@version"] == 2 and model["type_map"] == ["O", "H"]
+        assert sorted(file) == [f"variable_{n:04d}" for n in range(len(file))]
+        embeddings = model["descriptor"]["embeddings"]
+        assert embeddings["ndim"] == 2 and len(embeddings["networks"]) == 4
+        first = embeddings["networks"][0]["layers"][0]["@variables"]
+        assert file[first["w"]].shape == (1, 2) and file[first["b"]].shape == (2,) and first["idt"] is None
+        assert file[model["descriptor"]["@variables"]["davg"]].shape == (2, 15, 4)
+        last = model["fitting"]["nets"]["networks"][1]["layers"][-1]
+        assert last["activation_function"] == "none" and file[last["@variables"]["w"]].shape == (5, 1)
+        np.testing.assert_array_equal(file[model["fitting"]["@variables"]["bias_atom_e"]], [[-90.5], [-12.25]])
+        np.testing.assert_array_equal(file[model["@variables"]["out_bias"]], np.zeros((1, 2, 1)))
+        np.testing.assert_array_equal(file[model["@variables"]["out_std"]], np.ones((1, 2, 1)))
+        assert file[tree["@variables"]["min_nbor_dist"]][()] == 0.875
+
+
+def test_two_sided_nets_lie_centre_first(tmp_path: Path) -> None:
+    """Position of (centre, neighbour) is centre + ntypes·neighbour: a change in net 2 (0, 1) moves oxygen alone."""
+    save_model(make(), tmp_path / "m.dp")
+    before = energies(load_model(tmp_path / "m.dp"))[3][0, :, 0]
+
+    def change(tree: dict, file: h5py.File) -> None:
+        layer = tree["model"]["descriptor"]["embeddings"]["networks"][2]["layers"][2]
+        file[layer["@variables"]["w"]][...] *= 1.5
+
+    edit_json(tmp_path / "m.dp", change)
+    after = energies(load_model(tmp_path / "m.dp"))[3][0, :, 0]
+    moved = np.abs(after - before) > 1e-12
+    np.testing.assert_array_equal(moved, np.array(TYPES) == 0)
+
+
+def test_both_biases_count(tmp_path: Path) -> None:
+    """PyTorch-origin files have the bias in out_bias, and an out_std that means nothing for energies."""
+    save_model(make(), tmp_path / "m.dp")
+    before = energies(load_model(tmp_path / "m.dp"))[3]
+
+    def change(tree: dict, file: h5py.File) -> None:
+        tree["backend"] = "PyTorch"
+        file[tree["model"]["@variables"]["out_bias"]][...] = [[[2.0], [3.0]]]
+        file[tree["model"]["@variables"]["out_std"]][...] = 7.0
+
+    edit_json(tmp_path / "m.dp", change)
+    after = energies(load_model(tmp_path / "m.dp"))[3]
+    np.testing.assert_allclose((after - before)[0, :, 0], np.array([2.0, 3.0])[TYPES], atol=1e-12)
+
+
+def test_old_files_with_unit_axes_and_missing_keys(tmp_path: Path) -> None:
+    model = make({"resnet_dt": True})
+    save_model(model, tmp_path / "m.yaml")
+    tree = yaml.safe_load((tmp_path / "m.yaml").read_text())
+    variables = tree["model"]["descriptor"]["embeddings"]["networks"][0]["layers"][1]["@variables"]
+    for name in ("b", "idt"):
+        variables[name]["value"] = [variables[name]["value"]]  # (1, out)
+    variables["w"]["value"][0][0] = repr(variables["w"]["value"][0][0])  # a number that YAML 1.1 took for text
+    for part, key in (
+        ("descriptor", "env_protection"),
+        ("fitting", "default_fparam"),
+        ("fitting", "use_aparam_as_mask"),
+    ):
+        del tree["model"][part][key]
+    del tree["model_def_script"], tree["@variables"]
+    (tmp_path / "m.yaml").write_text(yaml.safe_dump(tree))
+    again = load_model(tmp_path / "m.yaml")
+    assert again.min_nbor_dist is None
+    np.testing.assert_array_equal(energies(model)[0], energies(again)[0])
+
+
+def _set(*path: object, value: object):
+    def change(tree: dict, file: h5py.File) -> None:
+        node = tree
+        for key in path[:-1]:
+            node = node[key]
+        node[path[-1]] = value
+
+    return change
+
+
+def _array(*path: str, place: tuple, value: float):
+    def change(tree: dict, file: h5py.File) -> None:
+        node = tree
+        for key in path:
+            node = node[key]
+        array = file[node][...]
+        array[place] = value
+        file[node][...] = array
+
+    return change
+
+
+def _cut(tree: dict, file: h5py.File) -> None:
+    del tree["model"]["fitting"]["nets"]["networks"][0]["layers"][1]
+
+
+def _narrow(tree: dict, file: h5py.File) -> None:
+    variables = tree["model"]["fitting"]["nets"]["networks"][0]["layers"][0]["@variables"]
+    variables["w"] = tree["model"]["@variables"]["out_bias"]
+
+
+DESCRIPTOR = ("model", "descriptor")
+BAD = {
+    "newer Descriptor": (_set(*DESCRIPTOR, "@version", value=4), "Descriptor has version 4.*known here is 3"),
+    "newer Model": (_set("model", "@version", value=3), "Model has version 3"),
+    "newer Layer": (
+        _set(*DESCRIPTOR, "embeddings", "networks", 0, "layers", 0, "@version", value=3),
+        "Layer has version 3",
+    ),
+    "descriptor": (_set(*DESCRIPTOR, "type", value="dpa3"), "descriptor of type 'dpa3' is not supported.*se_e2_a"),
+    "fitting": (_set("model", "fitting", "type", value="dipole"), "fitting_net of type 'dipole' is not supported"),
+    "model type": (_set("model", "type", value="linear_ener"), "model type 'linear_ener' is not supported"),
+    "spin": (_set("model", "fitting", "spin", value={"a": 1}), "'spin'"),
+    "tot_ener_zero": (_set("model", "fitting", "tot_ener_zero", value=True), "'tot_ener_zero': True"),
+    "value": (_set(*DESCRIPTOR, "rcut", value=-1.0), "model/descriptor/rcut"),
+    "slots": (_array(*DESCRIPTOR, "@variables", "davg", place=(0, 3, 0), value=9.0), "davg differs between neighbour"),
+    "symmetry": (
+        _array(*DESCRIPTOR, "@variables", "dstd", place=(0, slice(None), 2), value=9.0),
+        "rotational symmetry",
+    ),
+    "vector mean": (_array(*DESCRIPTOR, "@variables", "davg", place=(..., 1), value=0.1), "rotational symmetry"),
+    "layers": (_cut, "fitting net 0: found 2 layers, expected 3"),
+    "shape": (_narrow, r"fitting net 0 layer 0 w: found shape \(1, 2, 1\), expected \(24, 5\)"),
+    "variable": (_set("model", "@variables", "out_bias", value="/variable_9999"), "not a readable .dp"),
+    "no model": (lambda tree, file: tree.pop("model"), "no entry 'model'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_read_says_why(name: str, tmp_path: Path) -> None:
+    save_model(make(), tmp_path / "m.dp")
+    change, message = BAD[name]
+    edit_json(tmp_path / "m.dp", change)
+    with pytest.raises(UserError, match=message) as error:
+        load_model(tmp_path / "m.dp")
+    assert str(tmp_path / "m.dp") in str(error.value)
+
+
+def test_tensorflow_file_with_out_std(tmp_path: Path) -> None:
+    save_model(make(), tmp_path / "m.dp")
+    edit_json(tmp_path / "m.dp", _set("backend", value="TensorFlow"))
+    load_model(tmp_path / "m.dp")
+    edit_json(tmp_path / "m.dp", _array("model", "@variables", "out_std", place=(0, 0, 0), value=2.0))
+    with pytest.raises(UserError, match="out_std"):
+        load_model(tmp_path / "m.dp")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("m.pb", b"x", r"dp convert-backend m.pb m.dp"),
+        ("m.pth", b"x", r"dp convert-backend m.pth m.dp"),
+        ("m.dp", b"not hdf5", "not a readable .dp"),
+        ("m.yaml", b"a: [", "not a readable .yaml"),
+        ("m.yaml", b"a: 1", "no entry 'model'"),
+        ("m.pt", b"nonsense", "not a readable PyTorch checkpoint"),
+        ("m.safetensors", b"nonsense", "cannot be read"),
+        ("m.dp", None, "no such model file"),
+        ("m.ckpt", None, "no such checkpoint"),
+    ],
+)
+def test_files_that_are_no_models(name: str, content: bytes | None, message: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        load_model(tmp_path / name)
+
+
+def test_only_known_suffixes_are_written(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="convert-backend m.dp m.pb"):
+        save_model(make(), tmp_path / "m.pb")
+    with pytest.raises(UserError, match="does not exist"):
+        save_model(make(), tmp_path / "nowhere" / "m.dp")
+
+
+def pt_file(path: Path, model: Potential, **params: object) -> dict:
+    """A checkpoint as DeePMD-kit's PyTorch backend writes it."""
+    nnei = sum(model.sel)
+    prefix = "model.Default."
+    state: dict = {
+        f"{prefix}min_nbor_dist": torch.tensor(0.875, dtype=torch.float64),
+        f"{prefix}atomic_model.out_bias": torch.tensor([[[-90.5], [-12.25]]], dtype=torch.float64),
+        f"{prefix}atomic_model.out_std": torch.full((1, 2, 1), 3.0),
+        f"{prefix}atomic_model.descriptor.sea.mean": model.descriptor.davg[:, None].repeat(1, nnei, 1),
+        f"{prefix}atomic_model.descriptor.sea.stddev": model.descriptor.dstd[:, None].repeat(1, nnei, 1),
+        f"{prefix}atomic_model.fitting_net.bias_atom_e": torch.zeros(2, 1, dtype=torch.float64),
+        f"{prefix}atomic_model.descriptor.sea.compress_info.0": torch.zeros(0),
+    }
+    for part, nets in (("descriptor.sea", model.descriptor.nets), ("fitting_net", model.fitting.nets)):
+        for n, net in enumerate(nets):
+            for k, layer in enumerate(net.layers):
+                for collection in ("networks", "_networks"):
+                    key = f"{prefix}atomic_model.{part}.filter_layers.{collection}.{n}.layers.{k}"
+                    state[f"{key}.matrix"], state[f"{key}.bias"] = layer.w.data, layer.b.data
+                    if layer.idt is not None:
+                        state[f"{key}.idt"] = layer.idt.data
+    section = model.config.model_dump() | {"info": {"observed_type": ["H", "O"]}, "model_branch_alias": []} | params
+    section["fitting_net"] = section["fitting_net"] | {"dim_case_embd": 0}
+    state["_extra_state"] = {"model_params": section, "train_infos": {"lr": 0.001, "step": 5}}
+    torch.save({"model": state, "optimizer": {}}, path)
+    return state
+
+
+def test_pytorch_checkpoint(tmp_path: Path) -> None:
+    model = make({"resnet_dt": True})
+    pt_file(tmp_path / "m.pt", model)
+    again = load_model(tmp_path / "m.pt")
+    for a, b in zip(energies(model), energies(again), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert again.min_nbor_dist == 0.875
+    assert observed_types(tmp_path / "m.pt") == ["H", "O"]
+
+
+def test_pytorch_checkpoints_that_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.pt"
+    descriptor = make().config.descriptor.model_dump()
+    for params, message in (
+        ({"descriptor": descriptor | {"type": "dpa2"}}, "descriptor of type 'dpa2' is not supported"),
+        ({"model_dict": {}}, "multi-task"),
+        ({"use_srtab": "table.txt"}, "model/use_srtab"),
+    ):
+        pt_file(path, make(), **params)
+        with pytest.raises(UserError, match=message):
+            load_model(path)
+    torch.save({"weights": torch.zeros(2)}, path)
+    with pytest.raises(UserError, match="no entry model/_extra_state"):
+        load_model(path)
+
+
+class Trap:
+    def __reduce__(self):
+        return (print, ("code of the file was run",))
+
+
+def test_no_code_of_a_pt_file_is_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    torch.save({"model": Trap()}, tmp_path / "m.pt")
+    with pytest.raises(UserError, match="not a readable PyTorch checkpoint"):
+        load_model(tmp_path / "m.pt")
+    assert "run" not in capsys.readouterr().out
+
+
+def test_own_checkpoint_and_freeze(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint is found by file, prefix and directory, and frozen to a name with or without suffix."""
+    monkeypatch.chdir(tmp_path)
+    model = make()
+    tensors = {f"model/{name}": value for name, value in model.state_dict().items()}
+    meta = {"step": 7, "model": model.config.model_dump(mode="json"), "min_nbor_dist": 0.875}
+    path = save(Path("model.ckpt"), Checkpoint(tensors, meta), keep=5)
+    for source in (str(path), "model.ckpt", "."):
+        np.testing.assert_array_equal(energies(load_model(source))[0], energies(model)[0])
+    assert freeze(".", "frozen_model") == Path("frozen_model.dp")
+    assert freeze("model.ckpt", "m.v1") == Path("m.v1.dp")
+    assert freeze(str(path), "m.yaml") == Path("m.yaml")
+    for name in ("frozen_model", "frozen_model.dp", "m.v1.dp", "m.yaml"):
+        again = load_model(name)
+        np.testing.assert_array_equal(energies(again)[0], energies(model)[0])
+        assert again.min_nbor_dist == 0.875
+
+
+def test_write_is_whole_or_not_at_all(tmp_path: Path) -> None:
+    """A failing write leaves the old file and nothing else."""
+    path = tmp_path / "m.dp"
+    save_model(make(), path)
+    before = path.read_bytes()
+    with pytest.raises(TypeError):
+        write_tree(path, {"model": object()})
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+    assert read_tree(path)["model"]["type_map"] == ["O", "H"]
