@@ -65,6 +65,7 @@ class Edges:
     j: Tensor  # (E,) int64 neighbour
     r: Tensor  # (E, 3) float64 r_j - r_i + S·H
     first: Tensor  # (N + 1,) int64
+    nearest: float = 0.0  # at most the smallest distance, a plain number: nobody waits for a device to know it
 
 
 @dataclass
@@ -102,7 +103,7 @@ class Batch:
             if isinstance(value, dict):
                 return {k: f(v) for k, v in value.items()}
             if isinstance(value, Edges):
-                return Edges(**{e.name: f(getattr(value, e.name)) for e in fields(value)})
+                return replace(value, **{x: f(t) for x, t in vars(value).items() if isinstance(t, Tensor)})
             return value
 
         return replace(self, **{x.name: each(getattr(self, x.name)) for x in fields(self)})

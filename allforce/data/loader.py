@@ -211,6 +211,7 @@ def collate(frames: list[Frame], edges: list[Pairs], ntypes: int, name: str = ""
             j=_int(join([p[e[1]] for p, (_, e) in zip(join.places, parts, strict=True)], firsts)),
             r=_float(join([e[2] for _, e in parts], firsts)),
             first=_int(np.concatenate([[0], np.cumsum(count)])),
+            nearest=min(_nearest(e[2]) for _, e in parts),
         ),
         order=_int(join(order)),
         labels={x: _label(x, [f.labels[x] for f in frames], join) for x in labels},
@@ -245,6 +246,10 @@ class _Join:
 def _first(i: np.ndarray, n: int) -> np.ndarray:
     """(n + 1,) place of the first edge of each atom."""
     return np.concatenate([[0], np.cumsum(np.bincount(i, minlength=n))])
+
+
+def _nearest(r: np.ndarray) -> float:
+    return float(np.sqrt(np.einsum("ea,ea->e", r, r).min())) if len(r) else np.inf
 
 
 def _sorted(frame: Frame, edges: Pairs) -> tuple[Frame, Pairs]:

@@ -150,10 +150,9 @@ class SeE2A(nn.Module):
             C = C.view(self.ntypes, self.ntypes, self.grid.K, self.M1).transpose(0, 1)
         C = C.reshape(-1, self.ntypes * self.grid.K, self.M1)
         T = TableSum.apply(C, geometry)
-        close = torch.linalg.vector_norm(r, dim=1) < self.r_close
-        if not bool(close.any()):
+        if batch.edges.nearest >= self.r_close:
             return T, lambda gT: TablePull.apply(gT, C, geometry)
-        T_close, pull_close = self.embed_exact(batch, r, close)
+        T_close, pull_close = self.embed_exact(batch, r, torch.linalg.vector_norm(r, dim=1) < self.r_close)
         return T + T_close, lambda gT: TablePull.apply(gT, C, geometry) + pull_close(gT)
 
     def embed_exact(
