@@ -37,7 +37,14 @@ def scaling_test(args: Namespace) -> None:
 def test(args: Namespace) -> None:
     from allforce.infer.test import run_test
 
-    run_test(args)
+    data = {
+        "system": args.system,
+        "datafile": args.datafile,
+        "train_data": args.train_data,
+        "valid_data": args.valid_data,
+    }
+    frames = {"numb_test": args.numb_test, "rand_seed": args.rand_seed, "shuffle_test": args.shuffle_test}
+    run_test(args.model, **data, **frames, detail_file=args.detail_file, atomic=args.atomic)
 
 
 def freeze(args: Namespace) -> None:
@@ -61,19 +68,21 @@ def neighbor_stat(args: Namespace) -> None:
 def model_devi(args: Namespace) -> None:
     from allforce.infer.devi import model_devi
 
-    model_devi(args)
+    relative = {"relative": args.relative, "relative_v": args.relative_v}
+    model_devi(args.models, args.system, args.output, args.frequency, args.real_error, args.atomic, **relative)
 
 
 def eval_desc(args: Namespace) -> None:
     from allforce.infer.desc import eval_desc
 
-    eval_desc(args)
+    eval_desc(args.model, args.system, args.datafile, args.output, args.dtype)
 
 
 def change_bias(args: Namespace) -> None:
     from allforce.infer.bias import change_bias
 
-    change_bias(args)
+    data = {"system": args.system, "datafile": args.datafile, "bias_value": args.bias_value}
+    change_bias(args.INPUT, **data, numb_batch=args.numb_batch, mode=args.mode, output=args.output)
 
 
 def doc_train_input(args: Namespace) -> None:
@@ -239,7 +248,7 @@ def _change_bias(commands) -> None:
     data.add_argument("-s", "--system", default=".", help="system, or folder with systems")
     data.add_argument("-f", "--datafile", metavar="LIST", help="file with one system per line")
     data.add_argument("-b", "--bias-value", type=float, nargs="+", help="the bias itself, one number per type")
-    p.add_argument("-n", "--numb-batch", type=int, default=0, help="frames of each system; 0: all")
+    p.add_argument("-n", "--numb-batch", type=int, default=0, help="batches of each system; 0: all")
     p.add_argument("-m", "--mode", choices=["change", "set"], default="change", help="fit the errors, or the labels")
     p.add_argument("-o", "--output", help="the new model; by default INPUT with _updated before the suffix")
     p.add_argument("--model-branch", help=argparse.SUPPRESS)

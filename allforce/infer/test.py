@@ -64,7 +64,7 @@ class Errors:
         return float(np.sqrt(self.square / self.weight))
 
 
-def test(
+def run_test(
     model: str,
     system: str | None = None,
     datafile: str | None = None,
