@@ -7,11 +7,10 @@ import numpy as np
 from ase import Atoms, units
 from ase.io import write
 from ase.md.langevin import Langevin
-from ase.md.velocitydistribution import MaxwellBoltzmannDistribution
 
 from allforce.infer.ase import DP
 
-START = Path(__file__).parent / "data/valid/300K"
+START, TEMPERATURE = Path(__file__).parent / "data/valid/300K", 300
 
 
 def first_frame(system: Path) -> Atoms:
@@ -24,8 +23,11 @@ def main(model: str = "model.dp", steps: str = "500") -> None:
     atoms = first_frame(START)
     atoms.calc = DP(model)
     rng = np.random.default_rng(1)
-    MaxwellBoltzmannDistribution(atoms, temperature_K=300, rng=rng)
-    dynamics = Langevin(atoms, 0.5 * units.fs, temperature_K=300, friction=0.01 / units.fs, rng=rng, fixcm=False)
+    spread = np.sqrt(atoms.get_masses() * units.kB * TEMPERATURE)  # of the momenta, Maxwell and Boltzmann
+    atoms.set_momenta(spread[:, None] * rng.normal(size=(len(atoms), 3)))
+    dynamics = Langevin(
+        atoms, 0.5 * units.fs, temperature_K=TEMPERATURE, friction=0.01 / units.fs, rng=rng, fixcm=False
+    )
     write("md.extxyz", atoms)
     for _ in range(0, int(steps), 50):
         dynamics.run(50)
