@@ -24,7 +24,7 @@ from allforce.config.schema import Input
 from allforce.config.section import Section, aliases, expected, is_own, quoted, sections, walk
 from allforce.errors import UserError
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("deepmd.config")
 
 
 class Mistake(NamedTuple):

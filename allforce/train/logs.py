@@ -28,8 +28,8 @@ LEVELS = {"DEBUG": 10, "3": 10, "INFO": 20, "2": 20, "WARNING": 30, "1": 30, "ER
 CONSOLE = "[%(asctime)s] DEEPMD {rank}%(levelname)-7s %(message)s"
 FILE = "[%(asctime)s] DEEPMD {rank}%(levelname)-7s %(name)-45s %(message)s"
 
-ROOT = logging.getLogger("allforce")
-log = logging.getLogger("allforce.train")
+ROOT = logging.getLogger("deepmd")
+log = logging.getLogger("deepmd.train")
 
 
 class Console(logging.StreamHandler):
