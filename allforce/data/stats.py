@@ -116,18 +116,20 @@ def envmat_sums(
     seen = np.ones((nt, nt))
     for a, b in config.exclude_types:
         seen[a, b] = seen[b, a] = 0.0
-    sums = np.zeros((nt, 2, 3))
+    rows = []  # of each frame, so that the sum does not depend on who had which
     for system, k in share(sample, comm, split):
         frame, (i, j, r) = loader.frame(system, k)
-        rows = environment(torch.from_numpy(r), config.rcut_smth, config.rcut, config.env_protection).numpy()
+        R = environment(torch.from_numpy(r), config.rcut_smth, config.rcut, config.env_protection).numpy()
         centre = frame.type[i]
-        rows = rows * seen[centre, frame.type[j]][:, None]  # (E, 4)
+        R = R * seen[centre, frame.type[j]][:, None]  # (E, 4)
         slots = np.bincount(frame.type, minlength=nt) * sum(loader.sel)
-        for part, values in enumerate((rows[:, :1], rows[:, 1:])):
-            sums[:, part, 0] += slots * values.shape[1]
-            sums[:, part, 1] += np.bincount(centre, values.sum(axis=1), minlength=nt)
-            sums[:, part, 2] += np.bincount(centre, (values**2).sum(axis=1), minlength=nt)
-    return _reduce(sums, comm)
+        sums = np.zeros((nt, 2, 3))
+        for part, values in enumerate((R[:, :1], R[:, 1:])):
+            sums[:, part, 0] = slots * values.shape[1]
+            sums[:, part, 1] = np.bincount(centre, values.sum(axis=1), minlength=nt)
+            sums[:, part, 2] = np.bincount(centre, (values**2).sum(axis=1), minlength=nt)
+        rows.append(sums.ravel())
+    return gather_rows(np.array(rows).reshape(-1, nt * 6), comm).sum(axis=0).reshape(nt, 2, 3)
 
 
 def envmat_normalisation(sums: np.ndarray, set_davg_zero: bool = False) -> tuple[np.ndarray, np.ndarray]:
@@ -227,11 +229,11 @@ def aparam_sums(loader: Loader, sample: Sample, comm: Comm, split: bool = True) 
 
 
 def _parameter_sums(loader: Loader, sample: Sample, comm: Comm, split: bool, name: str, width: int) -> np.ndarray:
-    sums = np.zeros((width, 3))
+    rows = []
     for i, k in share(sample, comm, split):
         value = getattr(loader.frame(i, k)[0], name).reshape(-1, width)
-        sums += np.stack([np.full(width, len(value)), value.sum(axis=0), (value**2).sum(axis=0)], axis=1)
-    return _reduce(sums, comm)
+        rows.append(np.stack([np.full(width, len(value)), value.sum(axis=0), (value**2).sum(axis=0)], axis=1).ravel())
+    return gather_rows(np.array(rows).reshape(-1, width * 3), comm).sum(axis=0).reshape(width, 3)
 
 
 def parameter_normalisation(sums: np.ndarray, protect: float = 0.01) -> tuple[np.ndarray, np.ndarray]:

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import tempfile
+import time
 import uuid
 from pathlib import Path
 
@@ -87,7 +88,9 @@ def report(message: str, code: int = 2) -> bool:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or MARK not in os.environ:
         return False
-    Path(path).write_text(json.dumps({"message": {"message": message, "errorCode": code, "extraInfo": {}}}))
+    Path(path).write_text(
+        json.dumps({"message": {"message": message, "errorCode": code, "extraInfo": {"timestamp": int(time.time())}}})
+    )
     return True
 
 
@@ -97,6 +100,8 @@ def _report_failure(error) -> int:
     if first.error_file_data and "message" in first.error_file_data:
         message = first.error_file_data["message"]
         print(message["message"] if isinstance(message, dict) else message, file=sys.stderr)
+        if isinstance(message, dict) and isinstance(message.get("errorCode"), int):
+            code = message["errorCode"]  # the process itself may have been stopped before it came to its exit
     else:
         how = f"exit code {first.exitcode}" if first.exitcode > 0 else f"signal {-first.exitcode}"
         print(f"worker {rank} ended with {how}; the others were stopped", file=sys.stderr)

@@ -67,7 +67,7 @@ def read(path: str | Path) -> Checkpoint:
     try:
         with safe_open(path, framework="pt") as file:
             header = (file.metadata() or {}).get("allforce")
-            tensors = {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118 - safe_open is no dict
+            tensors = {k: file.get_tensor(k) for k in file.keys()}
     except (SafetensorError, OSError) as error:
         raise UserError(
             f"{path}: this checkpoint cannot be read, it is damaged or not a checkpoint ({error}). "

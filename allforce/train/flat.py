@@ -32,11 +32,11 @@ class FlatParameters:
         self.gradient, self.sums = self.wire[: self.size], self.wire[self.size :]
         self._gradients = self._views(self.gradient, self.parameters)
         self._send = self.wire.to(WIRE_DTYPES[precision]) if precision else self.wire
-        self.flat: list[nn.Parameter] = []
+        self.flat: list[Tensor] = []  # one for each dtype
         for dtype in dtypes:
             group = [p for p in self.parameters if p.dtype == dtype]
-            flat = nn.Parameter(torch.cat([p.detach().reshape(-1) for p in group]))
-            for parameter, view in zip(group, self._views(flat.detach(), group), strict=True):
+            flat = torch.cat([p.detach().reshape(-1) for p in group])
+            for parameter, view in zip(group, self._views(flat, group), strict=True):
                 parameter.data = view
             self.flat.append(flat)
 
@@ -77,18 +77,14 @@ class FlatParameters:
         norm = torch.linalg.vector_norm(self.gradient)
         self.gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
 
-    def hand_over(self) -> None:
-        """Give the optimizer its gradients: slices of the buffer, cast only where the model mixes dtypes."""
-        offset = 0
-        for flat in self.flat:
-            flat.grad = self.gradient[offset : offset + flat.numel()].to(flat.dtype)
-            offset += flat.numel()
+    def gradients(self) -> list[Tensor]:
+        """The gradient of each flat tensor: slices of the buffer, cast only where the model mixes dtypes."""
+        pieces = self.gradient.split([flat.numel() for flat in self.flat])
+        return [piece.to(flat.dtype) for piece, flat in zip(pieces, self.flat, strict=True)]
 
     def split(self, per_flat: list[Tensor]) -> dict[str, Tensor]:
         """Tensors shaped like the flat ones (the optimizer's moments) by parameter name."""
         views: list[Tensor] = []
-        rest = list(self.parameters)
         for tensor, flat in zip(per_flat, self.flat, strict=True):
-            group = [p for p in rest if p.dtype == flat.dtype]
-            views += self._views(tensor, group)
+            views += self._views(tensor, [p for p in self.parameters if p.dtype == flat.dtype])
         return dict(zip(self.names, views, strict=True))

@@ -13,7 +13,7 @@ class LearningCurve:
 
     def __init__(self, path: str | Path, names: list[str], validation: bool, append: bool):
         self.names, self.validation = names, validation
-        self.file: TextIO = open(path, "a" if append else "w", buffering=1)  # noqa: SIM115 - lives as long as the run
+        self.file: TextIO = open(path, "a" if append else "w", buffering=1)
         self.file.write(self.header())
 
     def header(self) -> str:

@@ -11,10 +11,10 @@ from allforce.config.schema import OptimizerAdam, OptimizerAdamW
 from allforce.distributed.comm import Comm
 from allforce.errors import UserError
 from allforce.models.potential import Potential
+from allforce.train.adam import Adam
 from allforce.train.checkpoint import Checkpoint
 from allforce.train.flat import FlatParameters
 
-OPTIMIZERS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -30,31 +30,19 @@ class State:
             )
         self.step, self.model = 0, model
         self.flat = FlatParameters(model, n_sums, precision)
-        self.optimizer: torch.optim.Optimizer = OPTIMIZERS[config.type](
-            self.flat.flat,
-            lr=0.0,
-            betas=(config.adam_beta1, config.adam_beta2),
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
-        for flat in self.flat.flat:  # made here and not at the first step, so that they can be filled
-            moments = {name: torch.zeros_like(flat) for name in MOMENTS}
-            self.optimizer.state[flat] = {"step": torch.zeros((), device=flat.device), **moments}
+        self.optimizer = Adam(self.flat.flat, config)
 
     def update(self, rate: float, max_norm: float | None = None) -> None:
         """One step of the optimizer with the gradients that lie in the flat buffer."""
         if max_norm:
             self.flat.clip(max_norm)
-        self.flat.hand_over()
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
+        self.optimizer.step(self.flat.gradients(), rate)
         self.step += 1
 
     def checkpoint(self, meta: dict[str, Any]) -> Checkpoint:
         tensors = {f"model/{k}": v for k, v in self.model.state_dict().items()}
         for name in MOMENTS:
-            moments = self.flat.split([self.optimizer.state[f][name] for f in self.flat.flat])
+            moments = self.flat.split(getattr(self.optimizer, name))
             tensors |= {f"optimizer/{name}/{k}": v for k, v in moments.items()}
         return Checkpoint(tensors, {**self._numbers(), "model": model_section(self.model), **meta})
 
@@ -63,7 +51,7 @@ class State:
         load_weights(self.model, checkpoint.part("model"), str(checkpoint.path))
         for name in MOMENTS:
             saved = checkpoint.part(f"optimizer/{name}")
-            for k, view in self.flat.split([self.optimizer.state[f][name] for f in self.flat.flat]).items():
+            for k, view in self.flat.split(getattr(self.optimizer, name)).items():
                 if k in saved:  # a parameter that was not trainable then starts with zero
                     view.copy_(saved[k])
         self._set_numbers(checkpoint.meta)
@@ -75,21 +63,21 @@ class State:
             return
         self._set_numbers(comm.gather(self._numbers())[0])
         tensors: list[Tensor] = list(self.model.state_dict().values())
-        tensors += [self.optimizer.state[f][name] for f in self.flat.flat for name in MOMENTS]
+        tensors += [*self.optimizer.exp_avg, *self.optimizer.exp_avg_sq]
         flat = torch.cat([t.detach().reshape(-1).double() for t in tensors])
         comm.broadcast(flat)
         for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(piece.view(tensor.shape))
 
     def _numbers(self) -> dict[str, Any]:
-        updates = float(self.optimizer.state[self.flat.flat[0]]["step"])
+        updates = float(self.optimizer.updates[0])
         return {"step": self.step, "updates": updates, "min_nbor_dist": self.model.min_nbor_dist}
 
     def _set_numbers(self, numbers: dict[str, Any]) -> None:
         self.step = int(numbers["step"])
         self.model.min_nbor_dist = numbers["min_nbor_dist"]
-        for flat in self.flat.flat:
-            self.optimizer.state[flat]["step"].fill_(numbers["updates"])
+        for count in self.optimizer.updates:
+            count.fill_(numbers["updates"])
 
 
 def model_section(model: Potential) -> dict[str, Any]:

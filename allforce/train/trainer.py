@@ -17,7 +17,7 @@ from allforce.train import checkpoint
 from allforce.train.clock import Clock
 from allforce.train.display import Display
 from allforce.train.logs import CollectHandler, log
-from allforce.train.start import Job
+from allforce.train.start import Job, change_bias
 
 NEVER = 2**62
 
@@ -173,6 +173,9 @@ class Trainer:
             self.flat.sums.copy_(sums)
             self.look_at(step)
             self.show(step)
+            if self.config.change_bias_after_training:
+                nbatch, split = self.job.input.model.data_bias_nsample, self.config.sharding != "partition"
+                change_bias(self.model, self.job.loader, nbatch, self.comm, split)
             self.save(step)
         self.display.farewell()
         if self.comm.rank == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -158,7 +159,10 @@ def test_wrong_arrays_are_named() -> None:
         dp.eval(x, cell, types, mixed_type=True)
 
 
-def test_too_many_neighbours_keep_the_nearest(caplog: pytest.LogCaptureFixture) -> None:
+def test_too_many_neighbours_keep_the_nearest(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("deepmd"), "propagate", True)
     dp = DeepPot(make(sel=(3, 5)))
     x, cell, types = arrays(water())
     with caplog.at_level("WARNING", logger="deepmd"):

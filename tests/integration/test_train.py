@@ -1,0 +1,237 @@
+"""dp train, whole, on a few atoms."""
+
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from tiny import rows, write_data, write_input
+
+from allforce.cli import main
+from allforce.train import checkpoint, logs
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    write_data(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    logs.close()
+
+
+def train(folder, *args, **changes):
+    write_input(folder, **changes)
+    return main(["train", "input.json", *args])
+
+
+def weights(folder, step):
+    return checkpoint.read(folder / f"model.ckpt-{step}.safetensors").tensors
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_it_learns_and_leaves_its_files(folder, capsys):
+    assert train(folder, "-l", "train.log", training__numb_steps=300, training__disp_freq=50) == 0
+    table = np.array([[float(x) for x in row.split()] for row in rows(folder)])
+    assert table[:, 0].tolist() == list(range(0, 301, 50))
+    assert np.isfinite(table).all()
+    first, last = table[0], table[-1]
+    assert last[5] < 0.5 * first[5] and last[6] < 0.5 * first[6]  # force, held-out and training
+    assert (folder / "checkpoint").read_text() == "model.ckpt-300.safetensors"
+    assert json.loads((folder / "out.json").read_text())["training"]["save_ckpt"] == "model.ckpt"
+    log = capsys.readouterr().err
+    assert log.count("\n") == (folder / "train.log").read_text().count("\n")
+    for pattern in (
+        r"---Summary of DataSystem: Training     -{47}\n",
+        r"DEEPMD INFO    ---Summary of the training-{39}\n\S+ \S+ DEEPMD INFO    serial\n",
+        r"start training at lr 5\.00e-03 \(== 5\.00e-03\), final lr will be 1\.00e-05",
+        r"Batch      50: trn: rmse = [\d.e+-]+, rmse_e = [\d.e+-]+, rmse_f = [\d.e+-]+, lr = [\d.e+-]+\n",
+        r"Batch      50: val: rmse = [\d.e+-]+, rmse_e = [\d.e+-]+, rmse_f = [\d.e+-]+\n",
+        r"batch      50 training time \d+\.\d\d s, testing time \d+\.\d\d s\n",
+        r"Batch      50: total wall time = \d+\.\d\d s, eta = \d+:\d\d:\d\d at \d{4}-\d\d-\d\d \d\d:\d\d\n",
+        r"saved checkpoint model\.ckpt\n",
+        r"average training time: \d+\.\d{4} s/batch \(exclude first 50 batches\)\n",
+        r"finished training\n(.*\n)*.*wall time: \d+\.\d{3} s\n$",
+    ):
+        assert re.search(pattern, log), pattern
+
+
+def test_the_seed_fixes_the_run(folder):
+    curves = []
+    for _ in range(2):
+        assert train(folder) == 0
+        curves.append(((folder / "lcurve.out").read_bytes(), weights(folder, 20)))
+    assert curves[0][0] == curves[1][0] and same(curves[0][1], curves[1][1])
+    train(folder, training__seed=11)
+    assert (folder / "lcurve.out").read_bytes() != curves[0][0]
+
+
+def test_without_validation_and_at_other_frequencies(folder):
+    assert train(folder, training__validation_data=None, training__numb_steps=7, training__save_freq=3) == 0
+    assert (folder / "lcurve.out").read_text().startswith("# step       rmse_trn    rmse_e_trn    rmse_f_trn   lr")
+    assert [row.split()[0] for row in rows(folder)] == ["0", "5", "7"]
+    assert [step for step, _ in checkpoint.numbered(folder / "model.ckpt")] == [3, 6, 7]
+
+
+def test_a_restart_continues_as_if_nothing_had_happened(folder):
+    schedule = {"learning_rate__decay_rate": 0.9}  # the rate must not depend on the number of steps
+    train(folder, **schedule)
+    whole, final = rows(folder), weights(folder, 20)
+    train(folder, training__numb_steps=10, **schedule)
+    train(folder, "--restart", "model.ckpt", **schedule)
+    text = (folder / "lcurve.out").read_text()
+    assert rows(folder) == whole and text.count("# step") == 2
+    assert same(weights(folder, 20), final)
+
+
+@pytest.mark.parametrize("source", [".", "model.ckpt-10.safetensors", "model.ckpt-10"])
+def test_restart_finds_its_checkpoint(folder, source, capsys):
+    train(folder, training__numb_steps=10)
+    capsys.readouterr()
+    assert train(folder, "-r", source, training__numb_steps=11) == 0
+    assert "Continue at step 10 of 11." in capsys.readouterr().err
+
+
+def test_init_model_takes_the_weights_and_begins_at_0(folder):
+    train(folder)
+    scratch = rows(folder)[0].split()
+    train(folder, "--init-model", "model.ckpt", training__numb_steps=1, training__save_ckpt="new")
+    first = rows(folder)[0].split()
+    assert first[0] == "0" and first[-1] == scratch[-1]  # step and rate begin anew
+    assert float(first[5]) < 0.9 * float(scratch[5])  # but not the errors, on the same batches
+    assert checkpoint.read("new-1.safetensors").meta["updates"] == 1
+
+
+def shift_labels(folder, per_type):
+    for name in ("small", "large"):
+        path = folder / name / "set.000" / "energy.npy"
+        types = np.loadtxt(folder / name / "type.raw")
+        np.save(path, np.load(path) + [np.sum(types == 0), np.sum(types == 1)] @ np.array(per_type))
+
+
+def test_finetune_changes_the_bias_and_keeps_the_statistics(folder):
+    train(folder)
+    old, bias = weights(folder, 20), "model/fitting.bias_atom_e"
+    new = []
+    for name in ("same", "moved"):
+        assert train(folder, "--finetune", "model.ckpt-20", training__numb_steps=1, training__save_ckpt=name) == 0
+        new.append(checkpoint.read(f"{name}-1.safetensors").tensors)
+        shift_labels(folder, [2.0, -5.0])
+    assert (new[1][bias] - new[0][bias]).tolist() == pytest.approx([2.0, -5.0], abs=1e-9)
+    assert torch.equal(new[1]["model/descriptor.davg"], old["model/descriptor.davg"])
+
+
+def test_bias_can_be_fitted_again_after_training(folder):
+    train(folder)
+    plain = weights(folder, 20)
+    train(folder, training__change_bias_after_training=True)
+    fitted = weights(folder, 20)
+    assert {k for k in plain if not torch.equal(plain[k], fitted[k])} == {"model/fitting.bias_atom_e"}
+
+
+def test_other_type_map_is_refused(folder, capsys):
+    train(folder, training__numb_steps=1)
+    assert (
+        train(folder, "--finetune", "model.ckpt", model__type_map=["A", "B", "C"], model__descriptor__sel=[9, 9, 9])
+        == 2
+    )
+    assert "type_map" in capsys.readouterr().err
+
+
+def test_accumulation_is_the_mean_over_micro_batches(folder):
+    """Two micro-batches that are one and the same frame give the gradient of one."""
+    one = dict(training__training_data={"systems": ["one"], "batch_size": 1}, training__validation_data=None)
+    from tiny import write_system
+
+    write_system(folder / "one", [0, 1, 1, 0, 1], 1, 5)
+    train(folder, **one)
+    single = weights(folder, 20)
+    train(folder, training__acc_freq=2, **one)
+    double = weights(folder, 20)
+    assert all(torch.allclose(single[k], double[k], rtol=1e-9, atol=1e-12) for k in single)
+
+
+def test_sel_auto(folder, capsys):
+    assert train(folder, training__numb_steps=1, model__descriptor__sel="auto") == 0
+    sel = json.loads((folder / "out.json").read_text())["model"]["descriptor"]["sel"]
+    assert all(n > 0 and n % 4 == 0 for n in sel)
+    assert train(folder, "--skip-neighbor-stat", model__descriptor__sel="auto") == 2
+    assert "--skip-neighbor-stat" in capsys.readouterr().err
+
+
+def test_epochs(folder):
+    assert train(folder, training__numb_steps=None, training__numb_epoch=2) == 0
+    assert rows(folder)[-1].split()[0] == "70"  # 20 batches of small and 15 of large, twice
+
+
+def test_gradient_norm_is_limited(folder):
+    train(folder, training__numb_steps=1, training__gradient_max_norm=1e-30, optimizer={"type": "AdamW"})
+    tensors = weights(folder, 1)
+    moment = torch.cat([t.reshape(-1) for k, t in tensors.items() if k.startswith("optimizer/exp_avg/")])
+    assert 0 < float(moment.norm()) <= 0.1 * 1e-30 * (1 + 1e-6)
+
+
+def test_float32(folder):
+    precision = {"model__descriptor__precision": "float32", "model__fitting_net__precision": "float32"}
+    assert train(folder, **precision) == 0
+    tensors = weights(folder, 20)
+    assert tensors["model/fitting.nets.0.layers.0.w"].dtype == torch.float32
+    mixed = {"model__descriptor__precision": "float32", "model__fitting_net__precision": "float64"}
+    assert train(folder, **mixed) == 0
+    assert np.isfinite(float(rows(folder)[-1].split()[1]))
+
+
+def test_frozen_parts_do_not_move(folder):
+    train(
+        folder,
+        training__numb_steps=10,
+        model__descriptor__trainable=False,
+        model__fitting_net__trainable=[False, True, True],
+    )
+    after = weights(folder, 10)
+    train(
+        folder,
+        training__numb_steps=20,
+        model__descriptor__trainable=False,
+        model__fitting_net__trainable=[False, True, True],
+    )
+    later = weights(folder, 20)
+    moved = {k for k in after if k.startswith("model/") and not torch.equal(after[k], later[k])}
+    assert moved and all(k.startswith("model/fitting.nets") and ".layers.0." not in k for k in moved)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_with_words(folder, capsys):
+    train(folder, training__numb_steps=10)
+    huge = {"learning_rate__start_lr": 1e300, "learning_rate__stop_lr": 1e299}
+    assert train(folder, "--restart", "model.ckpt", training__save_freq=1, **huge) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(r"not finite at step 11, in the batch of (small|large) frame \d+", error)
+    assert "The last good checkpoint is model.ckpt-10.safetensors." in error
+    assert [step for step, _ in checkpoint.numbered(folder / "model.ckpt")] == [10]
+
+
+def test_average_of_the_interval(folder):
+    every = dict(
+        training__disp_freq=1,
+        training__validation_data=None,
+        training__training_data={"systems": "small", "batch_size": 1},
+    )
+    train(folder, **every)
+    single = [float(row.split()[3]) for row in rows(folder)]
+    train(folder, **{**every, "training__disp_freq": 5}, training__disp_avg=True)
+    mean = [float(row.split()[3]) for row in rows(folder)]
+    assert mean[1] == pytest.approx(math.sqrt(np.mean(np.square(single[1:6]))), rel=0.01)
+
+
+def test_mistakes_get_words(folder, capsys):
+    assert main(["train", "nothing.json"]) == 2
+    write_input(folder, training__numb_stepps=3)
+    assert main(["train", "input.json"]) == 2
+    assert "numb_steps" in capsys.readouterr().err
+    assert train(folder, "-r", "nowhere") == 2
+    assert "no such checkpoint" in capsys.readouterr().err
+    assert train(folder, training__tensorboard=True) in (0, 2)

@@ -1,0 +1,111 @@
+"""Flat parameters, one gradient buffer, the fused optimizer."""
+
+import pytest
+import torch
+from torch import nn
+
+from allforce.config.schema import OptimizerAdam, OptimizerAdamW
+from allforce.distributed.comm import SerialComm
+from allforce.train.adam import Adam
+from allforce.train.flat import FlatParameters
+
+
+def net(dtype=torch.float64):
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).to(dtype)
+
+
+def loss_of(model, seed=0):
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    dtype = model[0].weight.dtype
+    return model(x.to(dtype)).square().sum().double()
+
+
+def test_parameters_are_views_and_gradients_agree():
+    model, reference = net(), net()
+    flat = FlatParameters(model, 2)
+    assert flat.size == 21 and flat.flat[0].data_ptr() == model[0].weight.data_ptr()
+    flat.differentiate(loss_of(model), torch.tensor([1.0, 2.0], dtype=torch.float64), 0.5, first=True)
+    (0.5 * loss_of(reference)).backward()
+    expected = torch.cat([p.grad.reshape(-1) for p in reference.parameters()])
+    assert torch.equal(flat.gradient, expected) and flat.sums.tolist() == [1.0, 2.0]
+
+
+def test_running_sum_adds_complete_gradients():
+    model = net()
+    flat, sums = FlatParameters(model, 1), torch.ones(1, dtype=torch.float64)
+    pieces = []
+    for seed in (1, 2):
+        flat.differentiate(loss_of(model, seed), sums, 0.5, first=True)
+        pieces.append(flat.wire.clone())
+    for k, seed in enumerate((1, 2)):
+        flat.differentiate(loss_of(model, seed), sums, 0.5, first=k == 0)
+    assert torch.equal(flat.wire, pieces[0] + pieces[1])
+
+
+def test_frozen_parameters_stay_outside_and_unused_ones_get_zero():
+    model = net()
+    model[0].requires_grad_(False)
+    flat = FlatParameters(model, 0)
+    assert flat.names == ["2.weight", "2.bias"]
+    flat.differentiate(model[2].weight.sum(), torch.zeros(0, dtype=torch.float64), 1.0, first=True)
+    assert flat.gradient.tolist() == [1.0] * 4 + [0.0]
+
+
+def test_two_dtypes_share_one_wire():
+    model = nn.ModuleDict({"a": net(torch.float32), "b": net(torch.float64)})
+    flat = FlatParameters(model, 1)
+    assert flat.wire.dtype == torch.float64 and [f.dtype for f in flat.flat] == [torch.float64, torch.float32]
+    flat.differentiate(loss_of(model["a"]) + loss_of(model["b"]), torch.ones(1, dtype=torch.float64), 1.0, first=True)
+    names = flat.split(flat.gradients())
+    (loss_of(reference := net(torch.float32))).backward()
+    assert names["a.0.weight"].dtype == torch.float32 and torch.equal(names["a.0.weight"], reference[0].weight.grad)
+
+
+def test_clip():
+    model = net()
+    flat = FlatParameters(model, 1)
+    flat.wire.fill_(2.0)
+    flat.clip(0.5)
+    assert float(flat.gradient.norm()) == pytest.approx(0.5, rel=1e-5) and flat.sums.tolist() == [2.0]
+    before = flat.gradient.clone()
+    flat.clip(10.0)
+    assert torch.equal(flat.gradient, before)
+
+
+class Doubling(SerialComm):
+    """Two ranks with the same numbers; remembers what was sent."""
+
+    size = 2
+
+    def all_reduce_start(self, tensor):
+        self.sent = tensor.dtype
+        tensor.mul_(2)
+        return super().all_reduce_start(tensor)
+
+
+@pytest.mark.parametrize(
+    "precision, dtype", [(None, torch.float64), ("float32", torch.float32), ("bfloat16", torch.bfloat16)]
+)
+def test_wire_precision(precision, dtype):
+    flat, comm = FlatParameters(net(), 1, precision), Doubling()
+    flat.wire.fill_(1 / 3)
+    flat.reduce_finish(flat.reduce_start(comm), comm)
+    assert comm.sent == dtype
+    assert torch.equal(flat.wire, torch.full_like(flat.wire, 2 * float(torch.tensor(1 / 3, dtype=dtype))))
+
+
+@pytest.mark.parametrize("config", [OptimizerAdam(weight_decay=0.1), OptimizerAdamW(adam_beta1=0.8, weight_decay=0.1)])
+def test_adam_is_torchs(config):
+    p = torch.linspace(-1, 1, 7, dtype=torch.float64)
+    ours, theirs = p.clone(), nn.Parameter(p.clone())
+    cls = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}[config.type]
+    reference = cls([theirs], betas=(config.adam_beta1, config.adam_beta2), weight_decay=0.1)
+    adam = Adam([ours], config)
+    for k in range(5):
+        g = torch.sin(torch.arange(7, dtype=torch.float64) + k)
+        theirs.grad = g.clone()
+        reference.param_groups[0]["lr"] = 0.01 * (k + 1)
+        reference.step()
+        adam.step([g], 0.01 * (k + 1))
+    assert torch.allclose(ours, theirs.detach(), rtol=1e-12, atol=1e-14)
