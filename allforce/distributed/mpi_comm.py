@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .comm import Comm, Done, Work
 from .launch import World, scrubbed
-from .rendezvous import no_contact
+from .rendezvous import LATECOMERS, call_the_roll, no_contact, open_store
 
 HALVES = (torch.bfloat16, torch.float16)  # MPI does not know them: sent as 16 bits, added by torch
 LAUNCHERS = ("openmpi", "mvapich2", "hydra", "pals", "jsrun", "flux", "pmi")  # those that wire up MPI by themselves
@@ -63,9 +63,7 @@ class MpiComm:
     def start(cls, world: World, limit: float) -> MpiComm:
         MPI = load_mpi(world)
         if not MPI.Is_initialized():
-            error = no_contact(world, f"MPI did not start within {limit:g} s; a worker may have died at its start.")
-            with watchdog(limit, str(error)):
-                MPI.Init_thread(MPI.THREAD_SERIALIZED)
+            initialise(MPI, world, limit)
         if MPI.COMM_WORLD.Get_size() != world.size or MPI.COMM_WORLD.Get_rank() != world.rank:
             found = f"rank {MPI.COMM_WORLD.Get_rank()} of {MPI.COMM_WORLD.Get_size()}"
             raise no_contact(world, f"its MPI library ({MPI.get_vendor()[0]}) sees {found}.")
@@ -125,6 +123,19 @@ class MpiComm:
 
             self.half_ops[dtype, op] = self.MPI.Op.Create(function, commute=True)
         return self.half_ops[dtype, op]
+
+
+def initialise(MPI: Any, world: World, limit: float) -> None:
+    """MPI_Init waits for all ranks without an end, so the roll is called before where that is easy: on one host."""
+    store = None  # rank 0 serves it until MPI_Init is over everywhere
+    if world.meeting == "local":
+        store, host = open_store(world, limit)
+        call_the_roll(world, store, {}, limit)
+    patience = min(limit, LATECOMERS)
+    words = no_contact(world, f"MPI did not start within {patience:g} s; a worker may have died at its start.")
+    with watchdog(patience, str(words)):
+        MPI.Init_thread(MPI.THREAD_SERIALIZED)
+    del store
 
 
 class MpiWork:

@@ -61,23 +61,27 @@ def no_contact(world: World, why: str) -> UserError:
     )
 
 
-def open_store(world: World, limit: float, announce: Announce | None = None) -> dist.Store:
-    """The store of this job, reached from this rank. `announce` (MPI) is used when nothing else leads to rank 0."""
+def open_store(world: World, limit: float, announce: Announce | None = None) -> tuple[dist.Store, str]:
+    """The store of this job, and the address at which this rank reached it ("" where it is its own).
+
+    `announce` (MPI) is used when nothing else leads to rank 0.
+    """
     deadline = time.monotonic() + limit
     kind, _, place = world.meeting.partition("://")
     if kind in ("agent", "tcp"):
         host, _, port = place.rpartition(":")
         serve = kind == "tcp" and world.rank == 0
-        store = _serve("", int(port)) if serve else _connect(world, host.strip("[]"), int(port), deadline)
+        host = host.strip("[]")
+        store = _serve("", int(port)) if serve else _connect(world, host, int(port), deadline)
     elif kind == "local":
-        store = _announced(world, _file_announce(world), deadline)
+        store, host = _announced(world, _file_announce(world), deadline)
     elif kind == "http":
-        store = _announced(world, _http_announce(world), deadline)
+        store, host = _announced(world, _http_announce(world), deadline)
     elif announce is not None:
-        store = _announced(world, lambda record, deadline: announce(record), deadline)
+        store, host = _announced(world, lambda record, deadline: announce(record), deadline)
     else:
         raise no_contact(world, "nothing in the environment leads to rank 0, and mpi4py cannot be used to ask it.")
-    return dist.PrefixStore(world.job_key, store) if kind == "agent" else store
+    return dist.PrefixStore(world.job_key, store) if kind == "agent" else store, host
 
 
 def _serve(address: str, port: int) -> dist.TCPStore:
@@ -113,14 +117,14 @@ def _connect(world: World, host: str, port: int, deadline: float) -> dist.TCPSto
             time.sleep(0.1)
 
 
-def _announced(world: World, announce: Callable[[Any, float], Any], deadline: float) -> dist.TCPStore:
+def _announced(world: World, announce: Callable[[Any, float], Any], deadline: float) -> tuple[dist.TCPStore, str]:
     """Rank 0 opens a store on a free port and tells where; a wrong or old record is recognised by its nonce."""
     if world.rank == 0:
         store = _serve("127.0.0.1" if world.one_host else "", 0)
         nonce = secrets.token_hex(8)
         store.set("nonce", nonce)
         announce({"addresses": _addresses(world), "port": store.port, "size": world.size, "nonce": nonce}, deadline)
-        return store
+        return store, ""
     while True:
         record = announce(None, deadline)
         if record and record["size"] == world.size:
@@ -128,7 +132,7 @@ def _announced(world: World, announce: Callable[[Any, float], Any], deadline: fl
                 try:
                     store = _connect(world, address, record["port"], min(deadline, time.monotonic() + 2))
                     if store.check(["nonce"]) and store.get("nonce").decode() == record["nonce"]:
-                        return store
+                        return store, address
                 except UserError:
                     continue
         if time.monotonic() > deadline:

@@ -88,7 +88,8 @@ def report(message: str, code: int = 2) -> bool:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or MARK not in os.environ:
         return False
-    Path(path).write_text(
+    detail = {"message": message, "errorCode": code, "extraInfo": {"timestamp": int(time.time())}}
+    Path(path).write_text(json.dumps({"message": detail}))
         json.dumps({"message": {"message": message, "errorCode": code, "extraInfo": {"timestamp": int(time.time())}}})
     )
     return True

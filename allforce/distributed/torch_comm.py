@@ -42,8 +42,8 @@ class TorchComm:
 
     @classmethod
     def start(cls, world: World, device: torch.device, limit: float, announce: Announce | None = None) -> TorchComm:
-        store = open_store(world, limit, announce)
-        roll = call_the_roll(world, store, _entry(world), limit)
+        store, host = open_store(world, limit, announce)
+        roll = call_the_roll(world, store, _entry(host), limit)
         backend = "nccl" if device.type == "cuda" else "gloo"
         if backend == "gloo":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface(world, roll))
@@ -171,10 +171,10 @@ class Watch:
         self.thread.join()
 
 
-def _entry(world: World) -> dict[str, Any]:
+def _entry(store_host: str) -> dict[str, Any]:
     """What a rank says about itself: its address is the one from which it reaches the store."""
-    place = world.meeting.partition("://")[2].rpartition(":")[0].strip("[]")
-    return {"host": socket.gethostname(), "pid": os.getpid(), "address": _source_address(place) if place else ""}
+    address = _source_address(store_host) if store_host else ""
+    return {"host": socket.gethostname(), "pid": os.getpid(), "address": address}
 
 
 def _source_address(target: str) -> str:

@@ -1,0 +1,112 @@
+"""Accidents get words, and nobody waits for the dead. A hang shows as a time-out of the command."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import COMMANDS, ROOT
+
+from allforce.distributed import rendezvous
+from allforce.distributed.connect import connect
+from allforce.distributed.launch import detect, scrubbed
+from allforce.errors import UserError
+
+PROGRAM = Path(__file__).with_name("misfortune.py")
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "hydra", "openmpi", "horovodrun", "workers"])
+def test_dead_at_start(launch, launcher):
+    """These launchers end the others and name the dead themselves."""
+    result = launch(launcher, 2, sys.executable, PROGRAM, "dies before", timeout=60)
+    assert result.returncode != 0 and "unharmed" not in result.stdout
+
+
+def test_dead_at_start_named(launch):
+    """srun leaves the others alone: they notice."""
+    command = [sys.executable, PROGRAM, "dies before"]
+    result = launch("slurm", 3, *command, timeout=60, ALLFORCE_TIMEOUT="8")
+    assert result.returncode != 0 and "unharmed" not in result.stdout
+    assert "rank 1 did not appear" in result.stdout and "srun started this process as rank" in result.stdout
+    assert "export MASTER_ADDR=$(scontrol show hostnames" in result.stdout
+
+
+def test_killed_later_is_named(launch):
+    result = launch("slurm", 3, sys.executable, PROGRAM, "is killed", timeout=60)
+    assert result.returncode != 0 and "unharmed" not in result.stdout
+    assert "lost contact during all_reduce: rank 1 (process" in result.stdout
+
+
+@pytest.mark.parametrize("launcher", ["slurm", "hydra", "horovodrun"])
+def test_abort_ends_everyone(launch, launcher):
+    result = launch(launcher, 2, sys.executable, PROGRAM, "gives up", timeout=60)
+    assert result.returncode != 0 and "unharmed" not in result.stdout
+    if launcher == "slurm":
+        assert "rank 1 stopped the job" in result.stdout
+
+
+def test_port_taken(launch):
+    with socket.create_server(("0.0.0.0", 0)) as other:
+        port = str(other.getsockname()[1])
+        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ENGINE": "torch", "ALLFORCE_TIMEOUT": "5"}
+        result = launch("hydra", 2, sys.executable, PROGRAM, "nothing", timeout=60, **environment)
+    assert result.returncode != 0 and "unharmed" not in result.stdout
+    assert f"Port {port}" in result.stdout and "in use by another program" in result.stdout
+
+
+def test_workers_show_an_error_once(launch):
+    result = launch("workers", 3, sys.executable, PROGRAM, "has a wrong input", timeout=60)
+    assert result.returncode == 2
+    assert result.stdout.count("training/numb_steps is -1") == 1 and "Traceback" not in result.stdout
+
+
+def test_ctrl_c_ends_the_workers():
+    command = [*map(str, COMMANDS["workers"]), "2", sys.executable, str(PROGRAM), "sleeps"]
+    environment = scrubbed(os.environ) | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    parent = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert parent.stdout is not None
+    assert [parent.stdout.readline() for _ in range(2)] == ["asleep\n"] * 2
+    parent.send_signal(signal.SIGINT)
+    rest, _ = parent.communicate(timeout=60)  # the pipe closes when the last worker has ended
+    assert parent.returncode == 128 + signal.SIGINT, rest
+
+
+ALONE = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": f"test-{os.getpid()}"}
+
+
+@pytest.mark.parametrize("rank, words", [(0, "rank 1, 2, 3 did not appear"), (2, "rank 0 was not found")])
+def test_never_a_silent_copy(monkeypatch, rank, words):
+    """The launcher's variables say 4, one process is there: an error in time, with the launcher and the line to add."""
+    monkeypatch.setenv("ALLFORCE_TIMEOUT", "1")
+    local = {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_RANK": str(rank)}
+    with pytest.raises(UserError) as error:
+        connect(detect(ALONE | local), "torch")
+    for part in (words, "Open MPI's mpirun", f"rank {rank} of 4", "mpirun -x MASTER_ADDR=", "ALLFORCE_LAUNCHER=none"):
+        assert part in str(error.value)
+
+
+def test_old_record_is_not_believed(monkeypatch, tmp_path):
+    """A record of a dead rank 0 in the local store leads nowhere and is not waited for."""
+    monkeypatch.setattr(rendezvous.tempfile, "tempdir", str(tmp_path))
+    world = detect(ALONE | {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1"})
+    first = detect(ALONE | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"})
+    deadline = time.monotonic() + 5
+    old = {"addresses": ["127.0.0.1"], "port": 1, "size": 4, "nonce": "old"}
+    rendezvous._file_announce(first)(old, deadline)
+    with pytest.raises(UserError, match="leads nowhere"):
+        rendezvous.open_store(world, 0.5)
+    folder = next(tmp_path.iterdir())
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o755)
+    with pytest.raises(UserError, match="0700"):
+        rendezvous.open_store(world, 0.5)
+
+
+def test_serial_engine_under_a_launcher():
+    local = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    with pytest.raises(UserError, match="overwrite"):
+        connect(detect(ALONE | local), "serial")
