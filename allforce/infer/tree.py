@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from pydantic import ValidationError
-from torch import Tensor, nn
+from torch import Tensor
 
 from allforce.config.schema import DescriptorSeE2A, FittingEner, ModelConfig
 from allforce.errors import UserError
@@ -384,8 +384,8 @@ def numpy(x: Tensor) -> np.ndarray:
     return x.detach().cpu().numpy()
 
 
-def precision(nets: nn.ModuleList) -> str:
-    return str(next(nets.parameters()).dtype).removeprefix("torch.")
+def precision(nets: Any) -> str:
+    return str(nets[0].layers[0].w.dtype).removeprefix("torch.")
 
 
 def _version() -> str:
