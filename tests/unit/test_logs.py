@@ -34,7 +34,7 @@ def test_console_and_file_lines(tmp_path, capsys):
     logs.log.info("start training")
     logs.log.debug("not shown")
     assert re.fullmatch(STAMP + r"DEEPMD INFO    start training\n", capsys.readouterr().err)
-    assert re.fullmatch(STAMP + r"DEEPMD INFO    allforce\.train {31} start training\n", path.read_text())
+    assert re.fullmatch(STAMP + r"DEEPMD INFO    deepmd\.train {33} start training\n", path.read_text())
 
 
 @pytest.mark.parametrize("level, shown", [("3", 2), ("DEBUG", 2), ("2", 1), ("0", 0)])
