@@ -90,8 +90,6 @@ def report(message: str, code: int = 2) -> bool:
         return False
     detail = {"message": message, "errorCode": code, "extraInfo": {"timestamp": int(time.time())}}
     Path(path).write_text(json.dumps({"message": detail}))
-        json.dumps({"message": {"message": message, "errorCode": code, "extraInfo": {"timestamp": int(time.time())}}})
-    )
     return True
 
 
