@@ -54,6 +54,7 @@ class DP(Calculator):
         self.type_dict = dict(type_dict) if type_dict else {name: t for t, name in enumerate(names)}
         self.skin = skin
         self.rebuilds = 0  # neighbour lists built so far
+        self._virial = False  # asked for once, it is computed with everything else from then on
         self._list: _SkinList | None = None
 
     def calculate(
@@ -67,17 +68,18 @@ class DP(Calculator):
             self.rebuilds += 1
         i, j, r = self.dp.limit(*self._list.pairs(frame.coord), frame.type)
         batch = collate([frame], [(i, j, r)], self.dp.get_ntypes()).to(self.dp.device)
-        (result,) = self.dp.results(batch, [frame], atom_virial=False)
+        self._virial = self._virial or "stress" in properties or "virial" in properties
+        (result,) = self.dp.results(batch, [frame], virial=self._virial)
         self.results = {
             "energy": result.energy,
             "free_energy": result.energy,
             "forces": result.force,
             "energies": result.atom_energy,
-            "virial": result.virial.reshape(3, 3),
         }
-        if atoms.pbc.any() and atoms.cell.rank == 3:
-            virial = result.virial.reshape(3, 3)
-            self.results["stress"] = -0.5 * (virial + virial.T).ravel()[VOIGT] / atoms.get_volume()
+        if self._virial:
+            virial = self.results["virial"] = result.virial.reshape(3, 3)
+            if atoms.pbc.any() and atoms.cell.rank == 3:
+                self.results["stress"] = -0.5 * (virial + virial.T).ravel()[VOIGT] / atoms.get_volume()
 
     def _frame(self, atoms: Atoms) -> Frame:
         symbols = atoms.get_chemical_symbols()

@@ -31,7 +31,7 @@ class Result:
 
     energy: float
     force: np.ndarray  # (n, 3)
-    virial: np.ndarray  # (9,)
+    virial: np.ndarray  # (9,); nan when not asked for
     atom_energy: np.ndarray  # (n,)
     atom_virial: np.ndarray | None = None  # (n, 9)
 
@@ -159,7 +159,7 @@ class DeepPot:
     def evaluate(self, frames: Iterable[Frame], atom_virial: bool = False) -> Iterator[Result]:
         """One Result for each frame; frames are read and evaluated in batches of at most max_atoms atoms."""
         for group in self._groups(frames):
-            yield from self.results(self._batch(group), group, atom_virial)
+            yield from self.results(self._batch(group), group, atom_virial=atom_virial)
 
     def descriptors(self, frames: Iterable[Frame]) -> Iterator[np.ndarray]:
         """D (n, ndesc) for each frame."""
@@ -169,10 +169,14 @@ class DeepPot:
                 D, _ = self.model.descriptor(batch, batch.edges.r)
             yield from _to_frames(D.double(), batch, group)
 
-    def results(self, batch: Batch, frames: Sequence[Frame], atom_virial: bool) -> Iterator[Result]:
+    def results(
+        self, batch: Batch, frames: Sequence[Frame], virial: bool = True, atom_virial: bool = False
+    ) -> Iterator[Result]:
+        """The Results of frames that are in a batch already."""
         with torch.no_grad():
-            p = self.model(batch, atom_virial=atom_virial)
-        energies, virials = p.energy.cpu().numpy(), p.virial.cpu().numpy()
+            p = self.model(batch, virial=virial, atom_virial=atom_virial)
+        energies = p.energy.cpu().numpy()
+        virials = np.full((len(frames), 9), np.nan) if p.virial is None else p.virial.cpu().numpy()
         force, atom_energy = _to_frames(p.force, batch, frames), _to_frames(p.atom_energy, batch, frames)
         atomic = _to_frames(p.atom_virial, batch, frames) if atom_virial else [None] * len(frames)
         for k in range(len(frames)):

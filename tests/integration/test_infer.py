@@ -189,7 +189,23 @@ def test_ase_properties() -> None:
     np.testing.assert_allclose(atoms.get_forces(), f[0], atol=1e-10)
     np.testing.assert_allclose(atoms.get_potential_energies(), ae[0, :, 0], atol=1e-10)
     np.testing.assert_allclose(atoms.get_stress(voigt=False), -v[0].reshape(3, 3) / atoms.get_volume(), atol=1e-10)
-    assert atoms.calc.results["virial"].shape == (3, 3)
+    np.testing.assert_allclose(atoms.calc.get_property("virial", atoms), v[0].reshape(3, 3), atol=1e-10)
+
+
+def test_stress_costs_one_evaluation() -> None:
+    """Simulations at constant pressure ask for stress and forces in turn: one evaluation a step serves both."""
+    atoms = water()
+    atoms.calc = calculator()
+    calls = []
+    results = atoms.calc.dp.results
+    atoms.calc.dp.results = lambda *args, **kwargs: calls.append(kwargs) or results(*args, **kwargs)
+    atoms.get_forces()
+    atoms.get_stress()
+    assert [c["virial"] for c in calls] == [False, True]
+    atoms.positions[0] += 0.01
+    atoms.get_forces()
+    atoms.get_stress()
+    assert [c["virial"] for c in calls] == [False, True, True]
 
 
 def test_ase_stress_is_the_derivative_by_strain() -> None:
