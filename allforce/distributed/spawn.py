@@ -51,9 +51,10 @@ def run_local_workers(n: int | str, argv: list[str]) -> int:
     os.environ[MARK] = "1"
     try:
         with tempfile.TemporaryDirectory(prefix="allforce-workers-") as logs:
-            elastic_launch(_config(count, logs), argv[0])(*argv[1:])
-    except ChildFailedError as error:
-        return _report_failure(error)
+            try:
+                elastic_launch(_config(count, logs), argv[0])(*argv[1:])
+            except ChildFailedError as error:
+                return _report_failure(error, Path(logs))
     except SignalException as stopped:
         print(f"stopped by {stopped.sigval.name}; all workers have ended", file=sys.stderr)
         return 128 + int(stopped.sigval)
@@ -93,15 +94,15 @@ def report(message: str, code: int = 2) -> bool:
     return True
 
 
-def _report_failure(error) -> int:
-    rank, first = error.get_first_failure()
-    code = first.exitcode if first.exitcode > 0 else 128 - first.exitcode  # a signal is a negative exit code
-    if first.error_file_data and "message" in first.error_file_data:
-        message = first.error_file_data["message"]
-        print(message["message"] if isinstance(message, dict) else message, file=sys.stderr)
+def _report_failure(error, logs: Path) -> int:
+    """Show what the first worker that complained had to say; the agent itself may have noticed another one first."""
+    reports = sorted(logs.rglob("error.json"), key=lambda path: path.stat().st_mtime_ns)
+    for path in reports:
+        message = json.loads(path.read_text()).get("message")
         if isinstance(message, dict) and isinstance(message.get("errorCode"), int):
-            code = message["errorCode"]  # the process itself may have been stopped before it came to its exit
-    else:
-        how = f"exit code {first.exitcode}" if first.exitcode > 0 else f"signal {-first.exitcode}"
-        print(f"worker {rank} ended with {how}; the others were stopped", file=sys.stderr)
-    return code
+            print(message["message"], file=sys.stderr)
+            return message["errorCode"]
+    rank, first = error.get_first_failure()
+    how = f"exit code {first.exitcode}" if first.exitcode > 0 else f"signal {-first.exitcode}"
+    print(f"worker {rank} ended with {how}; the others were stopped", file=sys.stderr)
+    return first.exitcode if first.exitcode > 0 else 128 - first.exitcode  # a signal is a negative exit code

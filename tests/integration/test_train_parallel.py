@@ -63,7 +63,7 @@ def test_three_workers_continue_what_one_began(folder):
     parallel(folder, 3, "--restart", "model.ckpt", "-m", "workers", "-l", "own.log", **three)
     continued = final(folder)
     assert all(torch.allclose(reference[k], continued[k], rtol=1e-8, atol=1e-10) for k in reference)
-    assert [float(row.split()[-1]) for row in rows(folder)][:2] == [0.015, 0.014]
+    assert [float(row.split()[-1]) for row in rows(folder)][::3] == [0.015, 0.011]  # steps 0 and 15
     text = (folder / "own_2.log").read_text()
     assert re.search(r"my rank: +2\n", text) and "rank:2 " not in text and "trn:" not in text
     assert "trn:" in (folder / "own_0.log").read_text()
