@@ -14,6 +14,7 @@ import os
 import secrets
 import socket
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -108,13 +109,32 @@ def _connect(world: World, host: str, port: int, deadline: float) -> dist.TCPSto
         left = deadline - time.monotonic()
         try:
             socket.create_connection((host, port), timeout=max(0.1, min(5.0, left))).close()
-            return dist.TCPStore(
-                host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=max(1.0, left))
-            )
+            return _client(host, port, max(1.0, left))
         except (OSError, dist.DistError) as error:
             if left <= 0:
                 raise no_contact(world, f"rank 0 does not answer at {host} port {port} ({error}).") from None
             time.sleep(0.1)
+
+
+def _client(host: str, port: int, seconds: float) -> dist.TCPStore:
+    """In a thread: torch waits without an end for the answer of a foreign program that listens at the port."""
+    result: list[Any] = []
+
+    def connect() -> None:
+        limit = timedelta(seconds=seconds)
+        try:
+            result.append(dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit))
+        except dist.DistError as error:
+            result.append(error)
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not result:
+        raise TimeoutError("what listens there is not rank 0")
+    if isinstance(result[0], Exception):
+        raise result[0]
+    return result[0]
 
 
 def _announced(world: World, announce: Callable[[Any, float], Any], deadline: float) -> tuple[dist.TCPStore, str]:

@@ -47,7 +47,8 @@ def run_local_workers(n: int | str, argv: list[str]) -> int:
             f"--workers starts its own workers, but {world.started_by} started {world.size} already: use one of them."
         )
     count = worker_count(str(n))
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its report of a failure is ours to give
+    for name in ("agent.server.api", "multiprocessing.api"):  # their reports of a failure are ours to give
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     os.environ[MARK] = "1"
     try:
         with tempfile.TemporaryDirectory(prefix="allforce-workers-") as logs:

@@ -84,7 +84,7 @@ def test_never_a_silent_copy(monkeypatch, rank, words):
     monkeypatch.setenv("ALLFORCE_TIMEOUT", "1")
     local = {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_RANK": str(rank)}
     with pytest.raises(UserError) as error:
-        connect(detect(ALONE | local), "torch")
+        connect(detect(ALONE | local | {"PMIX_NAMESPACE": f"alone-{os.getpid()}-{rank}"}), "torch")
     for part in (words, "Open MPI's mpirun", f"rank {rank} of 4", "mpirun -x MASTER_ADDR=", "ALLFORCE_LAUNCHER=none"):
         assert part in str(error.value)
 
