@@ -4,8 +4,8 @@
 
     p_x = limit_pref_x + (start_pref_x - limit_pref_x)·lr/start_lr        q = 1, or 2 with intensive_ener_virial
 
-<·> is the mean over frames (or atoms) and components, N the atoms of the frame, lr the unscaled learning rate. A term is on when
-its start or its limit is non-zero, and off for a batch whose data has no such label.
+<·> is the mean over frames (or atoms) and components, N the atoms of the frame, lr the unscaled learning rate. A term
+is on when its start or its limit is non-zero, and off for a batch whose data has no such label.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Loss:
         return limit + (start - limit) * lr / self.start_lr
 
     def __call__(self, prediction: Prediction, batch: Batch, lr: float) -> tuple[Tensor, Tensor]:
-        """The loss, and per displayed quantity (atoms·value², atoms): the values first, then the weights.  (2·names,) float64"""
+        """The loss, and sums (2·names,): atoms·value² of every displayed quantity, then the atoms as their weights."""
         loss = prediction.energy.new_zeros(())
         values, present = [loss], [True]
         for term in self.terms:

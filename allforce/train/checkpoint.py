@@ -1,4 +1,4 @@
-"""Checkpoints: one safetensors file that holds a run whole, tensors and (as JSON in its header) everything else. No pickle.
+"""Checkpoints: one safetensors file holds a run whole, tensors and (JSON in its header) everything else. No pickle.
 
     <save_ckpt>-<step>.safetensors     model/<name>, optimizer/exp_avg/<name>, optimizer/exp_avg_sq/<name>
     <save_ckpt>.safetensors            link to the newest
@@ -93,7 +93,7 @@ def find(name: str | Path) -> Path:
     if path.is_dir():
         if not (path / NEWEST).is_file():
             raise UserError(
-                f"{path}: no file `{NEWEST}` in this directory, so it has no newest checkpoint. Give a file or a prefix."
+                f"{path}: no file `{NEWEST}` in this directory to name the newest checkpoint. Give a file or a prefix."
             )
         found = path / (path / NEWEST).read_text().strip()
         if not found.is_file():

@@ -7,7 +7,7 @@ from types import TracebackType
 
 
 class Clock:
-    """`with clock("forward"):` adds the seconds to seconds["forward"]; costs about a microsecond. Phases do not nest."""
+    """`with clock("forward"):` adds to seconds["forward"]; costs about a microsecond. Phases do not nest."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""What a run shows: lines of the log, rows of lcurve.out, TensorBoard, a bar on a terminal. Files are rank 0's alone."""
+"""What a run shows: lines of the log, rows of lcurve.out, TensorBoard, a bar on a terminal. Files are rank 0's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dp train` from its arguments to the end: find the workers, the log, the input; train; let no worker wait for a dead one."""
+"""`dp train` from its arguments to the end: workers, log, input, training; no worker waits for a dead one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch
 
 from allforce import __version__
 from allforce.config.load import load_input, normalised
-from allforce.config.schema import Input
 from allforce.distributed import devices
 from allforce.distributed.comm import Comm
 from allforce.distributed.connect import agree, connect
@@ -23,7 +22,7 @@ from allforce.distributed.spawn import report, run_local_workers, worker_count
 from allforce.errors import UserError
 from allforce.train import logs
 from allforce.train.logs import CollectHandler, log
-from allforce.train.start import Options, Job, prepare
+from allforce.train.start import Job, Options, prepare
 from allforce.train.trainer import Trainer
 
 

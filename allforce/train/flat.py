@@ -2,8 +2,8 @@
 
     wire = [ gradients of all parameters | metric sums ]          one collective a step sends it whole
 
-The model's parameters are views of the flat tensor, so the optimizer is one fused call on one tensor (one for each dtype, should a
-model mix them) and a step has no Python loop over parameters.
+The model's parameters are views of the flat tensor, so the optimizer is one fused call on one tensor (one for each
+dtype, should a model mix them) and a step has no Python loop over parameters.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class FlatParameters:
     def differentiate(self, loss: Tensor, sums: Tensor, scale: float, first: bool) -> None:
         """Set (first) or add scale·∂loss/∂parameters and the metric sums of one micro-batch.
 
-        The gradient of a micro-batch is complete before it is added, so that two workers with one micro-batch each and one worker
-        with two add the same two numbers.
+        The gradient of a micro-batch is complete before it is added, so that two workers with one micro-batch each and
+        one worker with two add the same two numbers.
         """
         weight = torch.full_like(loss, scale)
         gradients = torch.autograd.grad(loss, self.parameters, weight, materialize_grads=True)

@@ -36,7 +36,7 @@ class Console(logging.StreamHandler):
     """Whatever stderr is at the moment: a progress bar puts itself in front of it."""
 
     @property
-    def stream(self):  # type: ignore[override]
+    def stream(self):
         return sys.stderr
 
     @stream.setter

@@ -81,7 +81,7 @@ class Job:
         return self.state.model(batch, virial="v" in self.loss.terms)
 
     def place(self, step: int) -> tuple[int, int]:
-        """Number of this worker's first micro-batch of a step in its sampler's order, and the distance to its next one."""
+        """Number of this worker's first micro-batch of a step in its sampler's order, and the distance to its next."""
         offset, distance = stride(self.input.training.sharding, self.comm.rank, self.comm.size)
         return offset + distance * self.input.training.acc_freq * step, distance
 
@@ -182,7 +182,7 @@ def _resumable(name: str) -> Checkpoint:
     path = checkpoint.find(name)
     if path.suffix != checkpoint.SUFFIX:
         raise UserError(
-            f"--restart {name}: {path.name} has no state of an optimizer of this program, so the run cannot be continued. "
+            f"--restart {name}: {path.name} has no state of an optimizer, so the run cannot be continued. "
             "Begin a new one with its weights: --init-model."
         )
     return checkpoint.read(path)
@@ -227,8 +227,8 @@ def _open(config: DataConfig, type_map: list[str] | None, name: str, rank: int =
     if size > 1:
         if ";" in config.auto_prob:
             raise UserError(
-                f"training/{name}_data/auto_prob: {config.auto_prob!r} numbers all systems, but with sharding partition a worker "
-                "sees its own only. Use sys_probs, prob_sys_size or prob_uniform."
+                f"training/{name}_data/auto_prob: {config.auto_prob!r} numbers all systems, but with sharding partition a "
+                "worker sees its own only. Use sys_probs, prob_sys_size or prob_uniform."
             )
         batch_size = partition(batch_size, rank, size) if isinstance(batch_size, list) else batch_size
         if sys_probs is not None:
@@ -271,7 +271,7 @@ def make_loader(dataset: DataSet, sampler: Sampler, model: ModelConfig, comm: Co
 def complete_model(
     config: ModelConfig, training: DataSet, options: Options, source: Source | None, comm: Comm, split: bool
 ) -> tuple[ModelConfig, float | None]:
-    """The model section with type_map and sel as they are used, and the smallest distance in the data if it was looked for."""
+    """The model section with type_map and sel as they are used, and the smallest distance in the data if looked for."""
     if options.use_pretrain_script and source is not None:
         config = source.config
     descriptor, nearest = config.descriptor, None
@@ -280,7 +280,7 @@ def complete_model(
         sel = source.config.descriptor.sel
     elif isinstance(sel, str) and options.skip_neighbor_stat:
         raise UserError(
-            f"model/descriptor/sel: {sel!r} is found by the neighbour statistics, which --skip-neighbor-stat leaves out. "
+            f"model/descriptor/sel: {sel!r} comes from the neighbour statistics, which --skip-neighbor-stat leaves out. "
             "Give one number per type, or leave the flag out."
         )
     if not options.skip_neighbor_stat and not options.restart:
@@ -300,8 +300,8 @@ def _tell_neighbors(nearest: float | None, most: np.ndarray, rcut: float, sel: l
     log.info(f"Neighbor statistics: training data with maximum neighbor size: {most} (cutoff radius: {rcut:f})")
     for t in stats.sel_too_small(most, sel):
         log.warning(
-            f"sel of type {t} is {sel[t]}, but the data has up to {most[t]} neighbours of it within the cutoff: the farthest are "
-            "left out"
+            f"sel of type {t} is {sel[t]}, but the data has up to {most[t]} neighbours of it within the cutoff: "
+            "the farthest are left out"
         )
 
 

@@ -1,4 +1,4 @@
-"""Everything a run is made of between two steps: step, model, optimizer. It can be written, read and broadcast whole."""
+"""Everything a run is made of between two steps: step, model, optimizer. Written, read and broadcast whole."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class State:
 
     @torch.no_grad()
     def broadcast(self, comm: Comm) -> None:
-        """Rank 0's state to all: one collective for all tensors (float64 holds float32 exactly), one for the numbers."""
+        """Rank 0's state to all: one collective for all tensors (float64 holds float32 exactly), one for numbers."""
         if comm.size == 1:
             return
         self._set_numbers(comm.gather(self._numbers())[0])
@@ -92,7 +92,7 @@ def load_weights(model: Potential, weights: dict[str, Tensor], source: str) -> N
         if name not in own or name not in weights or own[name].shape != weights[name].shape:
             has, wants = (tuple(t[name].shape) if name in t else "nothing" for t in (weights, own))
             raise UserError(
-                f"{source}: this model does not fit to the model section of the input: {name} is {has} there, {wants} here. "
+                f"{source}: this model does not fit the input's model section: {name} is {has} there, {wants} here. "
                 "Use the descriptor, fitting_net and type_map with which it was trained."
             )
     with torch.no_grad():

@@ -1,7 +1,7 @@
 """The training loop, the only one, and the only place where models and workers meet.
 
-Step s of W workers: every worker takes acc_freq micro-batches, the gradient is the mean over all W·acc_freq of them, one
-collective adds it up together with the sums behind the displayed figures, and the optimizer makes one update.
+Step s of W workers: every worker takes acc_freq micro-batches, the gradient is the mean over all W·acc_freq of them,
+one collective adds it up together with the sums behind the displayed figures, and the optimizer makes one update.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class Trainer:
                 if self.shows(step):
                     self.check_table()
                 self.gradients(step)
+                self.record(step)
                 if self.shows(step):
                     self.show(step)
                 if self.saves(step):
@@ -68,7 +69,7 @@ class Trainer:
     # ---- a step
 
     def gradients(self, step: int) -> None:
-        """Mean gradient and metric sums over the micro-batches of this step and all workers, for the present weights."""
+        """Mean gradient and metric sums over this step's micro-batches of all workers, for the present weights."""
         lr, clock = self.schedule.lr(step), self.clock
         self.seen.clear()
         for micro in range(self.config.acc_freq):
@@ -107,8 +108,8 @@ class Trainer:
         kept = checkpoint.numbered(self.job.prefix)
         where = f"The last good checkpoint is {kept[-1][1]}." if kept else "No checkpoint had been written."
         raise UserError(
-            f"The loss is not finite at step {step}, in the batch of {'; '.join(names)}. {where} Look for wrong labels or atoms "
-            "too close in that system, or lower learning_rate/start_lr (or set training/gradient_max_norm)."
+            f"The loss is not finite at step {step}, in the batch of {'; '.join(names)}. {where} Look for wrong labels or "
+            "atoms too close in that system, or lower learning_rate/start_lr (or set training/gradient_max_norm)."
         )
 
     # ---- what is shown and saved
@@ -124,16 +125,19 @@ class Trainer:
             validation = self.validate(step)
             rate = self.schedule.rate(step)
             self.display.figures(step, rate, training, validation, perf_counter() - begun)
-            if step % self.config.tensorboard_freq == 0 or step == self.last:
-                self.display.scalars(step, training, rate, "train")
-                self.display.scalars(step, validation or {}, rate, "val")
+            self.display.scalars(step, validation or {}, rate, "val")
             if self.collector is not None:
                 self.collector.flush_all()
+
+    def record(self, step: int) -> None:
+        """The training figures of this step for TensorBoard."""
+        if self.config.tensorboard and step % self.config.tensorboard_freq == 0 and self.comm.rank == 0:
+            self.display.scalars(step, self.loss.metric(self.flat.sums), self.schedule.rate(step), "train")
 
     def validate(self, step: int) -> dict[str, float] | None:
         """Figures of the validation micro-batches of this step, dealt out to the workers.
 
-        Every micro-batch fills a row of its own and rows are added in one order, so the number of workers changes nothing.
+        Every micro-batch fills a row of its own and rows are added in one order: the number of workers changes nothing.
         """
         if self.job.validation is None or self.config.validation_data is None:
             return None
@@ -150,7 +154,7 @@ class Trainer:
             return self.loss(self.job.predict(batch), batch, lr)[1]
 
     def check_table(self) -> None:
-        """More nodes for the embedding table when its error asks for them; equal weights decide alike on every worker."""
+        """More nodes for the embedding table when its error asks for them; equal weights decide alike everywhere."""
         line = self.model.check_table()
         if line and self.comm.rank == 0:
             log.info(line)
@@ -172,6 +176,7 @@ class Trainer:
             self.comm.all_reduce(sums)
             self.flat.sums.copy_(sums)
             self.look_at(step)
+            self.record(step)
             self.show(step)
             if self.config.change_bias_after_training:
                 nbatch, split = self.job.input.model.data_bias_nsample, self.config.sharding != "partition"

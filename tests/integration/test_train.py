@@ -144,7 +144,7 @@ def test_other_type_map_is_refused(folder, capsys):
 
 def test_accumulation_is_the_mean_over_micro_batches(folder):
     """Two micro-batches that are one and the same frame give the gradient of one."""
-    one = dict(training__training_data={"systems": ["one"], "batch_size": 1}, training__validation_data=None)
+    one = {"training__training_data": {"systems": ["one"], "batch_size": 1}, "training__validation_data": None}
     from tiny import write_system
 
     write_system(folder / "one", [0, 1, 1, 0, 1], 1, 5)
@@ -215,11 +215,11 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_words(folder, capsys):
 
 
 def test_average_of_the_interval(folder):
-    every = dict(
-        training__disp_freq=1,
-        training__validation_data=None,
-        training__training_data={"systems": "small", "batch_size": 1},
-    )
+    every = {
+        "training__disp_freq": 1,
+        "training__validation_data": None,
+        "training__training_data": {"systems": "small", "batch_size": 1},
+    }
     train(folder, **every)
     single = [float(row.split()[3]) for row in rows(folder)]
     train(folder, **{**every, "training__disp_freq": 5}, training__disp_avg=True)

@@ -36,9 +36,14 @@ def arrays(p, batch):
     return d["energy"], d["force"], d["virial"], np.array(SIZES, dtype=float)
 
 
-ALL = dict(
-    start_pref_v=0.5, limit_pref_v=0.1, start_pref_ae=2.0, limit_pref_ae=1.0, start_pref_pf=3.0, limit_pref_pf=0.0
-)
+ALL = {
+    "start_pref_v": 0.5,
+    "limit_pref_v": 0.1,
+    "start_pref_ae": 2.0,
+    "limit_pref_ae": 1.0,
+    "start_pref_pf": 3.0,
+    "limit_pref_pf": 0.0,
+}
 
 
 def test_every_term_and_its_prefactor(rng):
@@ -141,7 +146,7 @@ def test_mae_and_norm(rng):
 
 
 def test_weighted_forces_need_weights_or_the_default(rng):
-    prefs = dict(start_pref_pf=1.0, limit_pref_pf=1.0)
+    prefs = {"start_pref_pf": 1.0, "limit_pref_pf": 1.0}
     p, batch = make(rng, ("energy", "force"))
     without, with_default = Loss(LossEner(**prefs), 1.0), Loss(LossEner(**prefs, use_default_pf=True), 1.0)
     assert isnan(without.metric(without(p, batch, 1.0)[1])["rmse_pf"])
