@@ -251,6 +251,7 @@ def _descriptor(potential: Potential) -> dict:
         return np.repeat(numpy(x)[:, None, :], nnei, axis=1)  # (nt, nnei, 4)
 
     settings = {"activation_function": c.activation_function.lower(), "precision": precision(descriptor.nets)}
+    trainable = [c.trainable] * len(c.neuron)
     return {
         "@class": "Descriptor",
         "type": "se_e2_a",
@@ -282,7 +283,7 @@ def _descriptor(potential: Potential) -> dict:
                     "resnet_dt": c.resnet_dt,
                     "bias": True,
                     **settings,
-                    "layers": _layers(net, settings["precision"]),
+                    "layers": _layers(net, settings["precision"], trainable),
                 }
                 for net in descriptor.nets
             ],
@@ -303,7 +304,7 @@ def _fitting(potential: Potential) -> dict:
     fitting, nt = potential.fitting, len(potential.type_map)
     c = fitting.config
     settings = {"activation_function": c.activation_function.lower(), "precision": precision(fitting.nets)}
-    n_layers = len(c.neuron) + 1
+    trainable = list(c.trainable) if isinstance(c.trainable, list) else [c.trainable] * (len(c.neuron) + 1)
     statistics = {
         name: numpy(getattr(fitting, name)) if count else None
         for count, kind in ((c.numb_fparam, "fparam"), (c.numb_aparam, "aparam"))
@@ -326,7 +327,7 @@ def _fitting(potential: Potential) -> dict:
         "default_fparam": c.default_fparam,
         "rcond": c.rcond,
         "tot_ener_zero": False,
-        "trainable": list(c.trainable) if isinstance(c.trainable, list) else [c.trainable] * n_layers,
+        "trainable": trainable,
         "atom_ener": list(c.atom_ener or []),
         **settings,
         "layer_name": None,
@@ -349,7 +350,7 @@ def _fitting(potential: Potential) -> dict:
                     "resnet_dt": c.resnet_dt,
                     "bias_out": True,
                     **settings,
-                    "layers": _layers(net, settings["precision"]),
+                    "layers": _layers(net, settings["precision"], trainable),
                 }
                 for net in fitting.nets
             ],
@@ -359,7 +360,7 @@ def _fitting(potential: Potential) -> dict:
     }
 
 
-def _layers(net: Any, dtype: str) -> list[dict]:
+def _layers(net: Any, dtype: str, trainable: list[bool]) -> list[dict]:
     return [
         {
             "@class": "Layer",
@@ -369,14 +370,14 @@ def _layers(net: Any, dtype: str) -> list[dict]:
             "activation_function": layer.activation.lower(),
             "resnet": bool(layer.resnet),
             "precision": dtype,
-            "trainable": bool(layer.w.requires_grad),
+            "trainable": flag,
             "@variables": {
                 "w": numpy(layer.w),
                 "b": numpy(layer.b),
                 "idt": None if layer.idt is None else numpy(layer.idt),
             },
         }
-        for layer in net.layers
+        for layer, flag in zip(net.layers, trainable, strict=True)
     ]
 
 

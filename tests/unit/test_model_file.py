@@ -89,7 +89,7 @@ def test_what_is_written_comes_back(variant: str, suffix: str, tmp_path: Path) -
 
 def test_layout_of_the_dp_file(tmp_path: Path) -> None:
     """Names, shapes and places that DeePMD-kit looks for."""
-    save_model(make(), tmp_path / "m.dp")
+    save_model(DeepPot(make()).model, tmp_path / "m.dp")
     with h5py.File(tmp_path / "m.dp") as file:
         tree = json.loads(file.attrs["json"])
         model = tree["model"]
@@ -101,7 +101,11 @@ def test_layout_of_the_dp_file(tmp_path: Path) -> None:
         assert file[first["w"]].shape == (1, 2) and file[first["b"]].shape == (2,) and first["idt"] is None
         assert file[model["descriptor"]["@variables"]["davg"]].shape == (2, 15, 4)
         last = model["fitting"]["nets"]["networks"][1]["layers"][-1]
-        assert last["activation_function"] == "none" and file[last["@variables"]["w"]].shape == (5, 1)
+        assert (
+            last["trainable"]
+            and last["activation_function"] == "none"
+            and file[last["@variables"]["w"]].shape == (5, 1)
+        )
         np.testing.assert_array_equal(file[model["fitting"]["@variables"]["bias_atom_e"]], [[-90.5], [-12.25]])
         np.testing.assert_array_equal(file[model["@variables"]["out_bias"]], np.zeros((1, 2, 1)))
         np.testing.assert_array_equal(file[model["@variables"]["out_std"]], np.ones((1, 2, 1)))
