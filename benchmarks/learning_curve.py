@@ -53,6 +53,8 @@ def main() -> None:
     parser.add_argument("--with-peer", action="store_true", help="run DeePMD-kit instead of using its measured figures")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args()
+    if args.steps != 4000 and not args.with_peer:
+        parser.error("DeePMD-kit's figures are for 4000 steps; other lengths need --with-peer")
     names = available(["ours", "tf"] if args.with_peer else ["ours"])
     errors: dict[str, list[tuple[float, float]]] = {n: [] for n in names}
     curves: dict[str, list[list[float]]] = {n: [] for n in names}
