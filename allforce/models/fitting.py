@@ -71,13 +71,13 @@ class EnergyFitting(nn.Module):
         x = D.to(self.dtype)
         if extra := self.parameters_of_atoms(batch):
             x = torch.cat([x, *extra], dim=1)
-        energies, gradients = [], []
-        for net, part, vacuum in zip(self.nets, x.split(batch.type_counts), self.vacuum, strict=True):
-            e, g = value_and_gradient(net, part)
-            if vacuum:
-                m = self.dim_descrpt
-                e = e - net(torch.cat([torch.zeros_like(part[:, :m]), part[:, m:]], dim=1))[:, 0]
-            energies.append(e)
-            gradients.append(g)
-        gradient = torch.cat(gradients)[:, : self.dim_descrpt]
-        return torch.cat(energies).double() + self.bias_atom_e[batch.type], gradient.to(D.dtype)
+        e, gradient = value_and_gradient(self.nets, batch.type_counts, x)
+        if any(self.vacuum):
+            e = e - self.in_vacuum(x, batch.type_counts)
+        return e.double() + self.bias_atom_e[batch.type], gradient[:, : self.dim_descrpt].to(D.dtype)
+
+    def in_vacuum(self, x: Tensor, counts: tuple[int, ...]) -> Tensor:
+        """The nets with D = 0, for types whose energy in vacuum is given; 0 for the others."""
+        x = torch.cat([torch.zeros_like(x[:, : self.dim_descrpt]), x[:, self.dim_descrpt :]], dim=1)
+        parts = zip(self.nets, x.split(counts), self.vacuum, strict=True)
+        return torch.cat([net(part)[:, 0] if given else part.new_zeros(len(part)) for net, part, given in parts])

@@ -188,31 +188,48 @@ def edges_of_atoms(i, j, v, out):
 def gram(X, Y, D):
     """D_n = X_nᵀ Y_n[:, :M2] + Y_nᵀ X_n[:, :M2] for X, Y (N, 4, M1), D (N, M1, M2)."""
     M1, M2 = D.shape[1], D.shape[2]
+    x = np.empty((4, M2), dtype=X.dtype)  # the first M2 columns, close together
+    y = np.empty((4, M2), dtype=X.dtype)
+    row = np.empty(M2, dtype=X.dtype)
     for n in range(D.shape[0]):
+        for c in range(4):
+            for b in range(M2):
+                x[c, b] = X[n, c, b]
+                y[c, b] = Y[n, c, b]
         for a in range(M1):
             x0, x1, x2, x3 = X[n, 0, a], X[n, 1, a], X[n, 2, a], X[n, 3, a]
             y0, y1, y2, y3 = Y[n, 0, a], Y[n, 1, a], Y[n, 2, a], Y[n, 3, a]
             for b in range(M2):
-                s = x0 * Y[n, 0, b] + x1 * Y[n, 1, b] + x2 * Y[n, 2, b] + x3 * Y[n, 3, b]
-                D[n, a, b] = s + y0 * X[n, 0, b] + y1 * X[n, 1, b] + y2 * X[n, 2, b] + y3 * X[n, 3, b]
+                row[b] = (
+                    x0 * y[0, b] + x1 * y[1, b] + x2 * y[2, b] + x3 * y[3, b]
+                    + y0 * x[0, b] + y1 * x[1, b] + y2 * x[2, b] + y3 * x[3, b]
+                )  # fmt: skip
+            for b in range(M2):
+                D[n, a, b] = row[b]
 
 
 @njit(**options)
 def gram_gradient(g, T, out):
     """out = ∂<g, TᵀT[:, :M2]>/∂T for g (N, M1, M2), T and out (N, 4, M1)."""
     M1, M2 = g.shape[1], g.shape[2]
+    t = np.empty((4, M2), dtype=T.dtype)
     low = np.empty((4, M2), dtype=T.dtype)
     for n in range(g.shape[0]):
-        low[:] = 0.0
+        for c in range(4):
+            for b in range(M2):
+                t[c, b] = T[n, c, b]
+                low[c, b] = 0.0
         for a in range(M1):
             t0, t1, t2, t3 = T[n, 0, a], T[n, 1, a], T[n, 2, a], T[n, 3, a]
-            s0, s1, s2, s3 = 0.0 * t0, 0.0 * t0, 0.0 * t0, 0.0 * t0
+            s0, s1, s2, s3 = T.dtype.type(0), T.dtype.type(0), T.dtype.type(0), T.dtype.type(0)
             for b in range(M2):
                 v = g[n, a, b]
-                s0 += v * T[n, 0, b]
-                s1 += v * T[n, 1, b]
-                s2 += v * T[n, 2, b]
-                s3 += v * T[n, 3, b]
+                s0 += v * t[0, b]
+                s1 += v * t[1, b]
+                s2 += v * t[2, b]
+                s3 += v * t[3, b]
+            for b in range(M2):
+                v = g[n, a, b]
                 low[0, b] += v * t0
                 low[1, b] += v * t1
                 low[2, b] += v * t2

@@ -70,8 +70,10 @@ class Potential(nn.Module):
         """e_i (N,) and ∂E/∂r_e (E, 3) from the edge vectors r (E, 3)."""
         D, pull = self.descriptor(batch, r)
         e, gradient = self.fitting(D, batch)
-        keep = self.keep[batch.type]
-        return e * keep, pull(gradient * keep[:, None].to(gradient.dtype))
+        if self.config.atom_exclude_types:
+            keep = self.keep[batch.type]
+            e, gradient = e * keep, gradient * keep[:, None].to(gradient.dtype)
+        return e, pull(gradient)
 
     def forward(self, batch: Batch, virial: bool = True, atom_virial: bool = False) -> Prediction:
         """In grad mode the prediction can be differentiated with respect to the parameters."""
