@@ -36,7 +36,7 @@ class Schedule:
         self.warmup = int(config.warmup_ratio * numb_steps) if config.warmup_ratio is not None else config.warmup_steps
         if self.warmup and self.warmup >= numb_steps:
             raise UserError(
-                f"learning_rate/warmup_steps: the warm-up of {self.warmup} steps leaves none of the run's {numb_steps}. "
+                f"learning_rate/warmup_steps: a warm-up of {self.warmup} steps leaves none of the run's {numb_steps}. "
                 "Make it shorter than training/numb_steps."
             )
         self.factor = worker_factor(config.scale_by_worker, workers)

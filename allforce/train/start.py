@@ -227,8 +227,8 @@ def _open(config: DataConfig, type_map: list[str] | None, name: str, rank: int =
     if size > 1:
         if ";" in config.auto_prob:
             raise UserError(
-                f"training/{name}_data/auto_prob: {config.auto_prob!r} numbers all systems, but with sharding partition a "
-                "worker sees its own only. Use sys_probs, prob_sys_size or prob_uniform."
+                f"training/{name}_data/auto_prob: {config.auto_prob!r} numbers all systems; with sharding partition "
+                "a worker sees its own only. Use sys_probs, prob_sys_size or prob_uniform."
             )
         batch_size = partition(batch_size, rank, size) if isinstance(batch_size, list) else batch_size
         if sys_probs is not None:
@@ -280,7 +280,7 @@ def complete_model(
         sel = source.config.descriptor.sel
     elif isinstance(sel, str) and options.skip_neighbor_stat:
         raise UserError(
-            f"model/descriptor/sel: {sel!r} comes from the neighbour statistics, which --skip-neighbor-stat leaves out. "
+            f"model/descriptor/sel: {sel!r} is found by neighbour statistics, which --skip-neighbor-stat leaves out. "
             "Give one number per type, or leave the flag out."
         )
     if not options.skip_neighbor_stat and not options.restart:

@@ -108,8 +108,8 @@ class Trainer:
         kept = checkpoint.numbered(self.job.prefix)
         where = f"The last good checkpoint is {kept[-1][1]}." if kept else "No checkpoint had been written."
         raise UserError(
-            f"The loss is not finite at step {step}, in the batch of {'; '.join(names)}. {where} Look for wrong labels or "
-            "atoms too close in that system, or lower learning_rate/start_lr (or set training/gradient_max_norm)."
+            f"The loss is not finite at step {step}, in the batch of {'; '.join(names)}. {where} Look for wrong labels "
+            "or atoms too close in that system, or lower learning_rate/start_lr (or set training/gradient_max_norm)."
         )
 
     # ---- what is shown and saved

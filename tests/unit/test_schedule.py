@@ -60,7 +60,7 @@ def test_warmup_then_decay_over_the_rest():
 
 
 def test_warmup_longer_than_the_run_is_refused():
-    with pytest.raises(UserError, match="warm-up of 10 steps"):
+    with pytest.raises(UserError, match="a warm-up of 10 steps"):
         Schedule(LearningRateCosine(start_lr=1.0, warmup_steps=10), 10)
 
 
