@@ -7,12 +7,13 @@ set      bias  = least squares of the labels themselves
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from allforce.data.batch import Frame
 from allforce.data.dataset import DataSet
 from allforce.data.stats import fit_energy_bias, stat_sample
 from allforce.data.system import System
@@ -58,20 +59,30 @@ def fitted_bias(potential: Potential, systems: list[System], numb_batch: int = 0
         raise UserError(f"change-bias: mode '{mode}' is not known. Known: change, set.")
     dataset = DataSet(systems, "auto")
     sample = stat_sample(dataset, numb_batch or max(s.nframes for s in systems))
-    frames = [systems[i].frame(k) for i, k in sample]
-    unlabelled = [systems[i].name for (i, _), frame in zip(sample, frames, strict=True) if "energy" not in frame.labels]
-    if unlabelled:
-        raise UserError(f"{unlabelled[0]}: has no energy labels, which change-bias needs.")
+    for i in sorted({i for i, _ in sample}):
+        if "energy" not in systems[i].label_names:
+            raise UserError(f"{systems[i].name}: has no energy labels, which change-bias needs.")
     nt = len(potential.type_map)
-    counts = np.array([np.bincount(f.type[f.type >= 0], minlength=nt) for f in frames], dtype=np.float64)
-    energies = np.array([f.labels["energy"].item() for f in frames])
-    rcond = potential.config.fitting_net.rcond
-    if mode == "set":
-        return fit_energy_bias(counts, energies, rcond=rcond).bias
-    predicted = np.array([r.energy for r in DeepPot(potential).evaluate(frames)])
-    fit = fit_energy_bias(counts, energies - predicted, rcond=rcond)
+    counts: list[np.ndarray] = []
+    energies: list[float] = []
+
+    def frames() -> Iterator[Frame]:
+        """One after the other, so that memory does not grow with the data; notes composition and label."""
+        for i, k in sample:
+            frame = systems[i].frame(k)
+            counts.append(np.bincount(frame.type[frame.type >= 0], minlength=nt).astype(np.float64))
+            energies.append(frame.labels["energy"].item())
+            yield frame
+
+    predicted: Iterable = (0.0 for _ in frames())
+    if mode == "change":
+        predicted = (result.energy for result in DeepPot(potential).evaluate(frames()))
+    missing = -np.array(list(predicted))
+    missing += energies
+    fit = fit_energy_bias(np.array(counts), missing, rcond=potential.config.fitting_net.rcond)
     log.info("RMSE of energy per atom after linear regression is: %s in the unit of energy.", fit.rmse)
-    return potential.fitting.bias_atom_e.cpu().numpy() + fit.bias
+    old = potential.fitting.bias_atom_e.cpu().numpy()
+    return fit.bias + (old if mode == "change" else 0.0)
 
 
 def _given(values: Sequence[float], potential: Potential) -> np.ndarray:

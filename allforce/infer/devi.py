@@ -8,18 +8,20 @@ e    = std over models of E/n
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from allforce.data.batch import Frame
+from allforce.data.system import System
 from allforce.errors import UserError
 from allforce.infer.predict import DeepPot, Result
 from allforce.infer.systems import select_systems
 
 log = logging.getLogger("deepmd.infer.model_devi")
 
+CHUNK = 64
 COLUMNS = ("max_devi_v", "min_devi_v", "avg_devi_v", "max_devi_f", "min_devi_f", "avg_devi_f", "devi_e")
 
 
@@ -46,13 +48,19 @@ def model_devi(
             raise UserError(
                 f"{one.name}: --real_error needs the labels energy and force, found {sorted(one.label_names)}."
             )
-        frames = [one.frame(k) for k in range(one.nframes)]
         rows = [
             deviation(frame, results, real_error, relative, relative_v)
-            for frame, *results in zip(frames, *(dp.evaluate(frames) for dp in potentials), strict=True)
+            for frame, *results in _evaluated(one, potentials)
         ]
         write(Path(output), one.name, rows, frequency, atomic)
         log.info("# %s: deviation of %d models on %d frames written to %s", one.name, len(models), len(rows), output)
+
+
+def _evaluated(system: System, potentials: Sequence[DeepPot]) -> Iterator[tuple]:
+    """(frame, result of each model), CHUNK frames in memory at a time."""
+    for start in range(0, system.nframes, CHUNK):
+        frames = [system.frame(k) for k in range(start, min(start + CHUNK, system.nframes))]
+        yield from zip(frames, *(dp.evaluate(frames) for dp in potentials), strict=True)
 
 
 def deviation(

@@ -48,7 +48,7 @@ CASES = {
     "water": Case(natoms=(16, 32), descriptor={"type_one_side": True}),
     "two_sided": Case(),
     "triclinic": Case(cell=[[8.0, 0.0, 0.0], [2.5, 7.5, 0.0], [-1.5, 2.0, 8.5]]),
-    "left_handed": Case(cell=[[0.0, 8.0, 0.0], [8.5, 0.0, 0.0], [0.0, 1.0, 9.0]]),
+    "rotated": Case(cell=[[0.0, 8.0, 0.0], [0.0, 1.0, 9.0], [8.5, 0.0, 0.0]]),
     "not_periodic": Case(cell=None),
     "three_types": Case(natoms=(5, 9, 4)),
     "three_types_one_side": Case(natoms=(5, 9, 4), descriptor={"type_one_side": True}),
@@ -84,6 +84,8 @@ def potential(case: Case, seed: int) -> Potential:
         angular = rng.uniform(0.1, 0.3, nt)
         model.descriptor.dstd.copy_(torch.from_numpy(np.stack([rng.uniform(0.1, 0.3, nt), *[angular] * 3], 1)))
         model.fitting.bias_atom_e.copy_(torch.from_numpy(rng.uniform(-300.0, -10.0, nt)))
+        for net in model.fitting.nets:
+            net.layers[-1].w.mul_(20.0)  # forces of a size as in reality
         for name in ("fparam_avg", "fparam_inv_std", "aparam_avg", "aparam_inv_std"):
             value = getattr(model.fitting, name)
             value.copy_(torch.from_numpy(rng.uniform(0.5, 1.5, len(value))))
@@ -210,7 +212,7 @@ def compare(
     difference = {key: float(np.abs(here[key] - there[key]).max()) for key in here}
     difference["energy"] /= n
     differences[name if force == FORCE else f"{name}, table"] = difference
-    assert np.abs(there["force"]).max() > 1e-3 or n == 1  # the case says something
+    assert np.abs(there["force"]).max() > 0.01 or n == 1  # the case says something
     assert difference["energy"] < max(ENERGY_PER_ATOM, force / 10)
     assert difference["atom_energy"] < max(ENERGY_PER_ATOM, force / 10)
     assert difference["force"] < force
@@ -234,9 +236,9 @@ def test_default_table_agrees_too(name: str, peer: Path, differences: dict) -> N
     compare(name, DeepPot(peer / f"{name}_back.dp"), peer, differences, force=TABLE, virial=10 * TABLE)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"exclude_types"}))
 def test_round_trip_through_their_graph(name: str, peer: Path) -> None:
-    """ours.dp -> .pb -> .dp, both conversions by DeePMD-kit, gives our weights back."""
+    """ours.dp -> .pb -> .dp by DeePMD-kit gives our weights back (nets of excluded pairs would be zero)."""
     before, after = load_model(peer / f"{name}.dp"), load_model(peer / f"{name}_back.dp")
     for key, value in before.state_dict().items():
         assert torch.equal(value, after.state_dict()[key]), key
