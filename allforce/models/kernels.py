@@ -35,14 +35,6 @@ def radial(x, y, z, rs, rc, p):
 
 
 @njit(**inline)
-def interval(x, lo, inv_h, K):
-    """Interval of the grid that x is in, and the place in it, 0 … 1."""
-    v = (x - lo) * inv_h
-    b = min(max(int(v), 0), K - WIDTH)
-    return b, v - b
-
-
-@njit(**inline)
 def polynomial(table, u, out):
     """The WIDTH splines (or slopes) at u by Horner's rule, all lanes at once."""
     for m in range(LANES):
@@ -52,39 +44,74 @@ def polynomial(table, u, out):
             out[m] = out[m] * u + table[k, m]
 
 
+@njit(**inline)
+def room(first):
+    """For the edges of one atom: columns of `on_grid`, interval and neighbour type."""
+    most = 0
+    for i in range(first.shape[0] - 1):
+        most = max(most, first[i + 1] - first[i])
+    return np.empty((10, most)), np.empty(most, dtype=np.int64), np.empty(most, dtype=np.int64)
+
+
+@njit(**inline)
+def on_grid(r, begin, end, avg, scale_r, scale_a, rs, rc, p, lo, inv_h, K, c, b):
+    """Of the edges begin … end of one atom: x, x', q̂, q̂', unit vector, distance, place in the interval; the interval.
+
+    A loop without branches, which the compiler turns into vector instructions. q̂ = q/dstd, slopes by the distance.
+    """
+    for n in range(end - begin):
+        e = begin + n
+        d, s, ds, q, dq = radial(r[e, 0], r[e, 1], r[e, 2], rs, rc, p)
+        x = (s - avg) * scale_r
+        v = (x - lo) * inv_h
+        k = min(max(np.floor(v), 0.0), K - WIDTH)
+        f = 1.0 / d
+        c[0, n], c[1, n], c[2, n], c[3, n] = x, ds * scale_r, q * scale_a, dq * scale_a
+        c[4, n], c[5, n], c[6, n] = r[e, 0] * f, r[e, 1] * f, r[e, 2] * f
+        c[7, n], c[8, n], c[9, n] = d, v - k, f
+        b[n] = np.int64(k)
+
+
+@njit(**inline)
+def neighbor_types(j, begin, end, types, tau, used, first_type, last_type, c, r_close, t):
+    """The neighbour type of each edge, counted from first_type, or −1 for an edge that is not on the grid now."""
+    for n in range(end - begin):
+        kind = types[j[begin + n]]
+        out = kind < first_type or kind >= last_type or not used[tau, kind] or c[7, n] < r_close
+        t[n] = -1 if out else kind - first_type
+
+
 @njit(**options)
 def moments(r, j, first, types, center, used, rs, rc, p, r_close, lo, inv_h, K, begin, end, sel, A):
     """A[i, :, (t − begin)·K + k] += B_k(x_e) R̂_e over the edges of i, and the empty slots of `sel`."""
     value = np.empty(LANES)
+    c, b, t = room(first)
     for i in range(types.shape[0]):
         tau = types[i]
         avg, scale_r, scale_a = center[tau, 0], center[tau, 1], center[tau, 2]
         empty = sel.copy()
-        for e in range(first[i], first[i + 1]):
-            t = types[j[e]]
-            if t < begin or t >= end:
+        on_grid(r, first[i], first[i + 1], avg, scale_r, scale_a, rs, rc, p, lo, inv_h, K, c, b)
+        neighbor_types(j, first[i], first[i + 1], types, tau, used, begin, end, c, r_close, t)
+        for n in range(first[i + 1] - first[i]):
+            empty[types[j[first[i] + n]]] -= 1.0
+            if t[n] < 0:
                 continue
-            empty[t] -= 1.0
-            d, s, _, q, _ = radial(r[e, 0], r[e, 1], r[e, 2], rs, rc, p)
-            if d < r_close or not used[tau, t]:
-                continue
-            x = (s - avg) * scale_r
-            b, u = interval(x, lo, inv_h, K)
-            polynomial(VALUE, u, value)
-            b += (t - begin) * K
-            v = q * scale_a / d
-            vx, vy, vz = v * r[e, 0], v * r[e, 1], v * r[e, 2]
+            x, q = c[0, n], c[2, n]
+            vx, vy, vz = q * c[4, n], q * c[5, n], q * c[6, n]
+            polynomial(VALUE, c[8, n], value)
+            k = t[n] * K + b[n]
             for m in range(WIDTH):
-                A[i, 0, b + m] += value[m] * x
-                A[i, 1, b + m] += value[m] * vx
-                A[i, 2, b + m] += value[m] * vy
-                A[i, 3, b + m] += value[m] * vz
+                A[i, 0, k + m] += value[m] * x
+                A[i, 1, k + m] += value[m] * vx
+                A[i, 2, k + m] += value[m] * vy
+                A[i, 3, k + m] += value[m] * vz
         x = -avg * scale_r
-        b, u = interval(x, lo, inv_h, K)
-        polynomial(VALUE, u, value)
-        for t in range(begin, end):
+        v = (x - lo) * inv_h
+        k = min(max(int(v), 0), K - WIDTH)
+        polynomial(VALUE, v - k, value)
+        for kind in range(begin, end):
             for m in range(WIDTH):
-                A[i, 0, (t - begin) * K + b + m] += max(empty[t], 0.0) * value[m] * x
+                A[i, 0, (kind - begin) * K + k + m] += max(empty[kind], 0.0) * value[m] * x
 
 
 @njit(**options)
@@ -92,25 +119,23 @@ def pull(r, j, first, types, center, used, rs, rc, p, r_close, lo, inv_h, K, beg
     """g_e = ∂E/∂r_e from gA = ∂E/∂A; edges to other types, and those not on the grid, are left as they are."""
     value = np.empty(LANES)
     slope = np.empty(LANES)
+    c, b, t = room(first)
     for i in range(types.shape[0]):
         tau = types[i]
         avg, scale_r, scale_a = center[tau, 0], center[tau, 1], center[tau, 2]
-        for e in range(first[i], first[i + 1]):
-            t = types[j[e]]
-            if t < begin or t >= end:
+        on_grid(r, first[i], first[i + 1], avg, scale_r, scale_a, rs, rc, p, lo, inv_h, K, c, b)
+        neighbor_types(j, first[i], first[i + 1], types, tau, used, begin, end, c, r_close, t)
+        for n in range(first[i + 1] - first[i]):
+            if t[n] < 0:
                 continue
-            d, s, ds, q, dq = radial(r[e, 0], r[e, 1], r[e, 2], rs, rc, p)
-            if d < r_close or not used[tau, t]:
-                continue
-            nx, ny, nz = r[e, 0] / d, r[e, 1] / d, r[e, 2] / d
-            x = (s - avg) * scale_r
-            b, u = interval(x, lo, inv_h, K)
-            polynomial(VALUE, u, value)
-            polynomial(SLOPE, u, slope)
-            b += (t - begin) * K
+            x, dx, q, dq = c[0, n], c[1, n], c[2, n], c[3, n]
+            nx, ny, nz = c[4, n], c[5, n], c[6, n]
+            polynomial(VALUE, c[8, n], value)
+            polynomial(SLOPE, c[8, n], slope)
+            k = t[n] * K + b[n]
             v0, vx, vy, vz, s0, sx, sy, sz = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0  # Σ_m value·gA and Σ_m slope·gA
             for m in range(WIDTH):
-                g0, gx, gy, gz = gA[i, 0, b + m], gA[i, 1, b + m], gA[i, 2, b + m], gA[i, 3, b + m]
+                g0, gx, gy, gz = gA[i, 0, k + m], gA[i, 1, k + m], gA[i, 2, k + m], gA[i, 3, k + m]
                 v0 += value[m] * g0
                 vx += value[m] * gx
                 vy += value[m] * gy
@@ -121,48 +146,47 @@ def pull(r, j, first, types, center, used, rs, rc, p, r_close, lo, inv_h, K, beg
                 sz += slope[m] * gz
             vn = vx * nx + vy * ny + vz * nz
             sn = sx * nx + sy * ny + sz * nz
-            along = (v0 + (s0 * x + sn * q * scale_a) * inv_h) * scale_r * ds + vn * scale_a * dq
-            across = q * scale_a / d
-            along -= across * vn
+            across = q * c[9, n]
+            along = (v0 + (s0 * x + sn * q) * inv_h) * dx + vn * (dq - across)
+            e = first[i] + n
             g[e, 0] = along * nx + across * vx
             g[e, 1] = along * ny + across * vy
             g[e, 2] = along * nz + across * vz
 
 
 @njit(**options)
-def push(r, j, first, types, center, used, rs, rc, p, r_close, lo, inv_h, K, begin, end, u_edges, A):
+def push(r, j, first, types, center, used, rs, rc, p, r_close, lo, inv_h, K, begin, end, u, A):
     """The adjoint of pull: A += Σ_e ∂(B R̂)/∂r_e · u_e."""
     value = np.empty(LANES)
     slope = np.empty(LANES)
+    c, b, t = room(first)
     for i in range(types.shape[0]):
         tau = types[i]
         avg, scale_r, scale_a = center[tau, 0], center[tau, 1], center[tau, 2]
-        for e in range(first[i], first[i + 1]):
-            t = types[j[e]]
-            if t < begin or t >= end:
+        on_grid(r, first[i], first[i + 1], avg, scale_r, scale_a, rs, rc, p, lo, inv_h, K, c, b)
+        neighbor_types(j, first[i], first[i + 1], types, tau, used, begin, end, c, r_close, t)
+        for n in range(first[i + 1] - first[i]):
+            if t[n] < 0:
                 continue
-            d, s, ds, q, dq = radial(r[e, 0], r[e, 1], r[e, 2], rs, rc, p)
-            if d < r_close or not used[tau, t]:
-                continue
-            nx, ny, nz = r[e, 0] / d, r[e, 1] / d, r[e, 2] / d
-            ux, uy, uz = u_edges[e, 0], u_edges[e, 1], u_edges[e, 2]
-            x = (s - avg) * scale_r
-            b, u = interval(x, lo, inv_h, K)
-            polynomial(VALUE, u, value)
-            polynomial(SLOPE, u, slope)
-            b += (t - begin) * K
+            e = first[i] + n
+            ux, uy, uz = u[e, 0], u[e, 1], u[e, 2]
+            q, nx, ny, nz = c[2, n], c[4, n], c[5, n], c[6, n]
+            polynomial(VALUE, c[8, n], value)
+            polynomial(SLOPE, c[8, n], slope)
+            k = t[n] * K + b[n]
             un = ux * nx + uy * ny + uz * nz
-            dx = un * ds * scale_r
-            across = q * scale_a / d
-            along = (scale_a * dq - across) * un
+            dx = un * c[1, n]
+            across = q * c[9, n]
+            along = (c[3, n] - across) * un
             vx, vy, vz = along * nx + across * ux, along * ny + across * uy, along * nz + across * uz
-            w = inv_h * dx
-            w0, wx, wy, wz = w * x, w * q * scale_a * nx, w * q * scale_a * ny, w * q * scale_a * nz
+            w0 = inv_h * dx * c[0, n]
+            w = inv_h * dx * q
+            wx, wy, wz = w * nx, w * ny, w * nz
             for m in range(WIDTH):
-                A[i, 0, b + m] += slope[m] * w0 + value[m] * dx
-                A[i, 1, b + m] += slope[m] * wx + value[m] * vx
-                A[i, 2, b + m] += slope[m] * wy + value[m] * vy
-                A[i, 3, b + m] += slope[m] * wz + value[m] * vz
+                A[i, 0, k + m] += slope[m] * w0 + value[m] * dx
+                A[i, 1, k + m] += slope[m] * wx + value[m] * vx
+                A[i, 2, k + m] += slope[m] * wy + value[m] * vy
+                A[i, 3, k + m] += slope[m] * wz + value[m] * vz
 
 
 @njit(**options)
