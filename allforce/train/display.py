@@ -25,9 +25,9 @@ class Display:
         self.config, self.rank, self.last = config, rank, last
         self.curve, self.board, self.bar = None, None, None
         if rank == 0:
+            self.board = _tensorboard(config)
             if config.disp_training:
                 self.curve = LearningCurve(config.disp_file, names, config.validation_data is not None, append)
-            self.board = _tensorboard(config)
             self.bar = _bar(first, last)
         self.begun = self.since = perf_counter()
         self.at, self.training, self.counted, self.excluded = first, 0.0, 0, 0
@@ -110,7 +110,7 @@ def _bar(first: int, last: int) -> Any:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=Console(stderr=True), refresh_per_second=1, transient=True)
+    bar = Progress(*columns, console=Console(stderr=True, soft_wrap=True), refresh_per_second=1, transient=True)
     bar.add_task("training", total=last, completed=first)
     bar.start()
     return bar

@@ -103,12 +103,13 @@ def prepare(input: Input, comm: Comm, options: Options, device: torch.device) ->
     model, nearest = complete_model(
         input.model, training, options, source, comm, input.training.sharding != "partition"
     )
-    input, numb_steps = scaled_steps(input.model_copy(update={"model": model}), training, comm)
+    input = input.model_copy(update={"model": model})
+    complete, (input, numb_steps) = normalised(input), scaled_steps(input, training, comm)
     seed = shared_seed(input.training.seed, source, comm)
     if comm.rank == 0:
         for line in [line for d in (training, validation) if d is not None for line in d.summary()]:
             log.info(line)
-        Path(options.output).write_text(json.dumps(normalised(input), indent=4, ensure_ascii=False) + "\n")
+        Path(options.output).write_text(json.dumps(complete, indent=4, ensure_ascii=False) + "\n")
 
     loss = Loss(input.loss, input.learning_rate.start_lr)
     schedule = Schedule(input.learning_rate, numb_steps, comm.size)

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -227,11 +228,18 @@ def test_average_of_the_interval(folder):
     assert mean[1] == pytest.approx(math.sqrt(np.mean(np.square(single[1:6]))), rel=0.01)
 
 
-def test_mistakes_get_words(folder, capsys):
+def test_mistakes_get_words(folder, capsys, monkeypatch):
     assert main(["train", "nothing.json"]) == 2
     write_input(folder, training__numb_stepps=3)
     assert main(["train", "input.json"]) == 2
     assert "numb_steps" in capsys.readouterr().err
     assert train(folder, "-r", "nowhere") == 2
     assert "no such checkpoint" in capsys.readouterr().err
-    assert train(folder, training__tensorboard=True) in (0, 2)
+    assert train(folder, "--model-branch", "x") == 2
+    frozen = {"model__descriptor__trainable": False, "model__fitting_net__trainable": False}
+    assert train(folder, **frozen) == 2
+    assert "nothing to train" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    assert train(folder, training__tensorboard=True) == 2
+    error = capsys.readouterr().err
+    assert "tensorboard is not installed" in error and "Traceback" not in error

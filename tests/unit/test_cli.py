@@ -1,0 +1,87 @@
+"""The command line: what it accepts, and how it ends."""
+
+import subprocess
+import sys
+
+import pytest
+
+from allforce import __version__, cli
+from allforce.errors import UserError
+from allforce.train.entry import without_workers
+
+
+def test_no_command_is_help(capsys):
+    assert cli.main([]) == 0
+    shown = capsys.readouterr().out
+    for command in ("train", "test", "freeze", "show", "neighbor-stat", "model-devi", "eval-desc", "change-bias"):
+        assert f"    {command}" in shown
+
+
+def test_help_is_quick_because_torch_stays_out():
+    code = "import sys; from allforce.cli import main; main([]); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0 and __version__ in capsys.readouterr().out
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    """Calls of `dp train` instead of trainings."""
+    calls = []
+    monkeypatch.setattr(cli, "train", lambda args: calls.append(args) or 0)
+    return calls
+
+
+def test_train_flags(commands):
+    line = (
+        "train in.json -o o.json -v 3 -l t.log -m collect --init-model m --skip-neighbor-stat --workers 2 --engine mpi"
+    )
+    assert cli.main(line.split()) == 0
+    args = commands[0]
+    assert (args.INPUT, args.output, args.log_level, args.log_path, args.mpi_log) == (
+        "in.json",
+        "o.json",
+        "3",
+        "t.log",
+        "collect",
+    )
+    assert (args.init_model, args.skip_neighbor_stat, args.workers, args.engine) == ("m", True, "2", "mpi")
+    cli.main(["train", "--mpi-log=workers", "input.json"])
+    assert commands[1].mpi_log == "workers"
+
+
+def test_only_one_beginning():
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "i.json", "--restart", "a", "--finetune", "b"])
+    assert ended.value.code == 2
+
+
+@pytest.mark.parametrize("flags", [["--pt"], ["--tensorflow"], ["-b", "jax"]])
+def test_backends_are_accepted_with_a_note(commands, flags, capsys):
+    assert cli.main([*flags, "train", "i.json"]) == 0
+    assert len(commands) == 1 and "one backend" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error, code, words", [(UserError("do this"), 2, "dp train: error: do this\n"), (KeyboardInterrupt(), 130, "")]
+)
+def test_how_mistakes_end(monkeypatch, capsys, error, code, words):
+    def fail(args):
+        raise error
+
+    monkeypatch.setattr(cli, "train", fail)
+    assert cli.main(["train", "i.json"]) == code
+    assert capsys.readouterr().err == words
+
+
+def test_workers_are_started_without_the_flag():
+    line = ["train", "--workers", "4", "i.json", "-l", "x"]
+    assert (
+        without_workers(line)
+        == without_workers(["train", "--workers=4", "i.json", "-l", "x"])
+        == ["train", "i.json", "-l", "x"]
+    )
