@@ -11,6 +11,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from allforce.data.batch import Batch
 from allforce.distributed.comm import Comm
 from allforce.errors import UserError
 from allforce.train import checkpoint
@@ -35,9 +36,7 @@ class Trainer:
         self.sum_since = torch.zeros_like(self.flat.sums)  # for disp_avg
         self.seen: list[tuple[str, Tensor]] = []  # this worker's micro-batches of the step and their losses
         device = self.flat.wire.device
-        self.watch = (
-            device.type == "cpu"
-        )  # elsewhere a look at the loss makes the device wait: only when it is shown or saved
+        self.watch = device.type == "cpu"  # elsewhere a look at the loss makes the device wait: only at shows and saves
         self.bad_step = torch.full((), NEVER, dtype=torch.int64, device=device)
 
     def run(self) -> None:
@@ -99,14 +98,14 @@ class Trainer:
                 self.stop_not_finite(step)
             return
         self.bad_step = torch.where(finite, self.bad_step, self.bad_step.clamp(max=step))
-        if (self.shows(step) or self.saves(step)) and int(self.bad_step) < NEVER:
+        if (self.shows(step) or self.saves(step) or step == self.last) and int(self.bad_step) < NEVER:
             self.stop_not_finite(int(self.bad_step))
 
     def stop_not_finite(self, step: int) -> None:
         mine = [name for name, loss in self.seen if not torch.isfinite(loss)] if self.watch else self.job.names_of(step)
         names = [name for rank in self.comm.gather(mine) for name in rank]
-        kept = checkpoint.numbered(self.job.prefix)
-        where = f"The last good checkpoint is {kept[-1][1]}." if kept else "No checkpoint had been written."
+        kept = [path for saved, path in checkpoint.numbered(self.job.prefix) if saved <= step]
+        where = f"The last good checkpoint is {kept[-1]}." if kept else "No checkpoint had been written."
         raise UserError(
             f"The loss is not finite at step {step}, in the batch of {'; '.join(names)}. {where} Look for wrong labels "
             "or atoms too close in that system, or lower learning_rate/start_lr (or set training/gradient_max_norm)."
@@ -149,7 +148,7 @@ class Trainer:
         self.comm.all_reduce(rows)
         return self.loss.metric(rows.sum(0))
 
-    def evaluate(self, batch, lr: float) -> Tensor:
+    def evaluate(self, batch: Batch, lr: float) -> Tensor:
         with torch.no_grad():
             return self.loss(self.job.predict(batch), batch, lr)[1]
 
@@ -171,8 +170,13 @@ class Trainer:
         if step > self.first:
             self.check_table()
             lr = self.schedule.lr(step)
-            sums = sum(self.evaluate(self.job.loader.next(), lr) for _ in range(self.config.acc_freq))
-            assert isinstance(sums, Tensor)
+            self.seen.clear()
+            sums = torch.zeros_like(self.flat.sums)
+            for _ in range(self.config.acc_freq):
+                batch = self.job.loader.next()
+                one = self.evaluate(batch, lr)
+                self.seen.append((batch.name, one[0]))
+                sums += one
             self.comm.all_reduce(sums)
             self.flat.sums.copy_(sums)
             self.look_at(step)
