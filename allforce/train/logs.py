@@ -13,7 +13,6 @@ workers     every rank its own                   one for each rank: name_<rank>.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -152,9 +151,3 @@ def summary(rows: list[tuple[str, str]], distributed: bool) -> list[str]:
 def figures(values: dict[str, float]) -> str:
     """rmse = 1.00e+00, rmse_e = …"""
     return ", ".join(f"{name} = {value:8.2e}" for name, value in values.items())
-
-
-def environment_threads() -> list[tuple[str, str]]:
-    """Thread variables the user set, as they were found."""
-    names = ("OMP_NUM_THREADS", "DP_INTRA_OP_PARALLELISM_THREADS", "DP_INTER_OP_PARALLELISM_THREADS")
-    return [(name, os.environ[name]) for name in names if name in os.environ]
