@@ -23,11 +23,11 @@ from allforce.models.layers import Layer, Net
 
 
 def slopes(layer: Layer, z: Tensor, second: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """φ, φ' and φ'' at z."""
+    """φ, φ' and φ'' at z, which is overwritten."""
     if layer.activation.lower() == "tanh":
-        t = torch.tanh(z)
-        d = 1.0 - t * t
-        return t, d, -2.0 * t * d if second else None
+        t = z.tanh_()
+        d = torch.rsub(t * t, 1.0)
+        return t, d, (t * d).mul_(-2.0) if second else None
     with torch.enable_grad():
         z = z.detach().requires_grad_()
         t = layer.phi(z) + 0.0 * z  # also a linear φ has a graph
@@ -49,16 +49,13 @@ def add_residual_back(y: Tensor, g: Tensor, copies: int) -> Tensor:
     return y.add_(g) if copies == 1 else y
 
 
-def scale(layer: Layer, g: Tensor, d: Tensor) -> Tensor:
-    return g * d if layer.idt is None else g * d * layer.idt
-
-
 @dataclass
 class Tape:
     """What the sweeps of one net leave for the next ones, a list entry for each hidden layer."""
 
     inputs: list[Tensor] = field(default_factory=list)  # a_{l-1}
     curves: list[tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=list)  # φ, φ', φ''
+    steep: list[Tensor] = field(default_factory=list)  # idt φ'
     back: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # G_l, g_l
     last: Tensor | None = None  # a_L
 
@@ -71,13 +68,14 @@ def forward_and_back(net: Net, x: Tensor, second: bool, e: Tensor, gradient: Ten
         tape.inputs.append(a)
         t, d, dd = slopes(layer, torch.addmm(layer.b, a, layer.w), second)
         tape.curves.append((t, d, dd))
+        tape.steep.append(d if layer.idt is None else d * layer.idt)
         a = add_residual(t.clone() if layer.idt is None else t * layer.idt, a, layer.copies)
     tape.last = a
     e.copy_(torch.addmm(last.b, a, last.w)[:, 0])
     G = last.w[:, 0].expand(len(x), -1)
     for n in reversed(range(len(hidden))):
         layer = hidden[n]
-        g = scale(layer, G, tape.curves[n][1])
+        g = G * tape.steep[n]
         tape.back.insert(0, (G, g))
         G = add_residual_back(torch.mm(g, layer.w.T, out=gradient if n == 0 else None), G, layer.copies)
     return tape
@@ -88,16 +86,19 @@ def tangent_and_adjoint(net: Net, tape: Tape, e_bar: Tensor, v: Tensor, x_bar: T
     *hidden, last = net.layers
     assert tape.last is not None
     dot, z_dots, a_dots = v, [], []
-    for layer, (_, d, _) in zip(hidden, tape.curves, strict=True):
+    for layer, steep in zip(hidden, tape.steep, strict=True):
         a_dots.append(dot)
         z_dots.append(dot @ layer.w)
-        dot = add_residual(scale(layer, z_dots[-1], d), dot, layer.copies)
+        dot = add_residual(z_dots[-1] * steep, dot, layer.copies)
     gradients = [torch.mv(tape.last.T, e_bar).add_(dot.sum(0))[:, None], e_bar.sum()[None]]  # of the last layer
     a_bar = e_bar[:, None] * last.w[:, 0]
     for n in reversed(range(len(hidden))):
         layer, (t, d, dd), (G, g) = hidden[n], tape.curves[n], tape.back[n]
         assert dd is not None
-        z_bar = scale(layer, a_bar, d).addcmul_(scale(layer, G, dd), z_dots[n])
+        bent = dd * z_dots[n]  # φ'' ż
+        if layer.idt is not None:
+            bent *= layer.idt
+        z_bar = (a_bar * tape.steep[n]).addcmul_(G, bent)
         own = [torch.mm(tape.inputs[n].T, z_bar).addmm_(a_dots[n].T, g), z_bar.sum(0)]
         if layer.idt is not None:
             own.append((a_bar * t).addcmul_(G, d * z_dots[n]).sum(0))
