@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -20,6 +23,7 @@ class Comm(Protocol):
     size: int
     engine: str
 
+    def buffer(self, count: int, dtype: torch.dtype, device: torch.device | str) -> Tensor: ...  # see OwnMemory
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None: ...  # op: sum | max | min
     def all_reduce_start(self, tensor: Tensor) -> Work: ...  # sum; asynchronous where the engine allows
     def broadcast(self, tensor: Tensor, root: int = 0) -> None: ...
@@ -30,6 +34,28 @@ class Comm(Protocol):
     def close(self) -> None: ...
 
 
+class OwnMemory:
+    """Mixin of engines whose buffers are ordinary memory."""
+
+    def buffer(self, count: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        """Zeros for a tensor that is all-reduced again and again, where the engine likes it best."""
+        return torch.zeros(count, dtype=dtype, device=device)
+
+
+def wait_until(done: Callable[[], bool], look: Callable[[], None] | None = None) -> None:
+    """Wait, the first 0.3 ms busily, then with short sleeps: a core that spins is one that a rank waited for, or this
+    rank's own loader, may need. The sleeps stay below a twentieth of the time waited. `look` is called every second.
+    """
+    start = looked = time.perf_counter()
+    while not done():
+        now = time.perf_counter()
+        if now - start > 3e-4:
+            time.sleep(min(2e-4, (now - start) / 20))
+        if look is not None and now - looked > 1.0:
+            looked = now
+            look()
+
+
 class Done:
     """A collective that is over already."""
 
@@ -37,7 +63,7 @@ class Done:
         pass
 
 
-class SerialComm:
+class SerialComm(OwnMemory):
     """One worker: every collective is the identity."""
 
     rank, size, engine = 0, 1, "serial"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import socket
 from typing import Any
 
@@ -15,8 +16,10 @@ from .launch import World
 from .mpi_comm import LAUNCHERS as MPI_LAUNCHERS
 from .mpi_comm import MpiComm, NoMpi, load_mpi
 from .rendezvous import no_contact, time_limit
+from .shared import HostComm
 from .torch_comm import TorchComm
 
+NO_SHARED = "ALLFORCE_SHARED_MEMORY"  # 0: gradients go through the engine on one host, too
 ENGINES = ("auto", "torch", "mpi", "horovod", "serial")
 
 
@@ -34,6 +37,8 @@ def connect(world: World, engine: str = "auto", device: torch.device | str = "cp
         )
     comm = START[choose(world, device) if engine == "auto" else engine](world, device, limit)
     check(world, comm, device)
+    if world.one_host and device.type == "cpu" and comm.engine != "horovod" and os.environ.get(NO_SHARED) != "0":
+        return HostComm(comm)
     return comm
 
 

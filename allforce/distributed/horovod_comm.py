@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .comm import Comm, Done, Work
+from .comm import Comm, Done, OwnMemory, Work
 from .launch import World
 from .rendezvous import no_contact
 from .torch_comm import TorchComm
@@ -19,7 +19,7 @@ from .torch_comm import TorchComm
 WIRE = {torch.bfloat16: torch.float32}  # Horovod has no bfloat16: sent as float32
 
 
-class HorovodComm:
+class HorovodComm(OwnMemory):
     """Workers joined by Horovod."""
 
     def __init__(self, hvd: Any, world: World, limit: float):

@@ -7,7 +7,6 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .comm import Comm, Done, Work
+from .comm import Comm, Done, OwnMemory, Work, wait_until
 from .launch import World, scrubbed
 from .rendezvous import LATECOMERS, call_the_roll, no_contact, open_store
 
@@ -49,7 +48,7 @@ def load_mpi(world: World) -> Any:
     return MPI
 
 
-class MpiComm:
+class MpiComm(OwnMemory):
     """Workers joined by MPI."""
 
     def __init__(self, MPI: Any, comm: Any, whole: bool = False):
@@ -147,14 +146,7 @@ class MpiWork:
 
 
 def finish(request: Any) -> None:
-    """Wait, the first 0.3 ms busily as MPI does, then with short sleeps: a core that spins is one that a rank waited
-    for, or this rank's own loader, may need. The sleeps stay below a twentieth of the time waited.
-    """
-    start = time.perf_counter()
-    while not request.Test():
-        waited = time.perf_counter() - start
-        if waited > 3e-4:
-            time.sleep(min(2e-4, waited / 20))
+    wait_until(request.Test)
 
 
 def bits(tensor: Tensor) -> np.ndarray:

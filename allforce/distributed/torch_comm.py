@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from ..errors import UserError
-from .comm import Comm, Done, Work
+from .comm import Comm, Done, OwnMemory, Work
 from .launch import World
 from .rendezvous import Announce, call_the_roll, open_store
 
@@ -30,7 +30,7 @@ PATIENCE = timedelta(
 )  # one rank may read or count much longer than the others; a closed connection shows at once
 
 
-class TorchComm:
+class TorchComm(OwnMemory):
     """Workers joined by torch.distributed."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, roll: list[dict[str, Any]], store: dist.Store):

@@ -8,6 +8,8 @@ dtype, should a model mix them) and a step has no Python loop over parameters.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +21,9 @@ WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class FlatParameters:
     """The trainable parameters of a model, their gradients, and room for `n_sums` numbers that ride along."""
 
-    def __init__(self, model: nn.Module, n_sums: int, precision: str | None = None):
+    def __init__(
+        self, model: nn.Module, n_sums: int, precision: str | None = None, allocate: Callable[..., Tensor] = torch.zeros
+    ):
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         dtypes = sorted({p.dtype for _, p in named}, key=lambda d: -d.itemsize)
         named.sort(key=lambda item: dtypes.index(item[1].dtype))  # stable: one contiguous stretch for each dtype
@@ -28,10 +32,11 @@ class FlatParameters:
         sizes = [p.numel() for p in self.parameters]
         self.size = sum(sizes)
         device = self.parameters[0].device
-        self.wire = torch.zeros(self.size + n_sums, dtype=dtypes[0], device=device)
+        count, sent = self.size + n_sums, WIRE_DTYPES[precision] if precision else dtypes[0]
+        self._send = allocate(count, dtype=sent, device=device)  # what the collective adds up
+        self.wire = torch.zeros(count, dtype=dtypes[0], device=device) if precision else self._send
         self.gradient, self.sums = self.wire[: self.size], self.wire[self.size :]
         self._gradients = self._views(self.gradient, self.parameters)
-        self._send = self.wire.to(WIRE_DTYPES[precision]) if precision else self.wire
         self.flat: list[Tensor] = []  # one for each dtype
         for dtype in dtypes:
             group = [p for p in self.parameters if p.dtype == dtype]

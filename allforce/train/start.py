@@ -121,7 +121,7 @@ def prepare(input: Input, comm: Comm, options: Options, device: torch.device) ->
     if source is None:
         set_statistics(potential, loader, input, comm)
     potential.to(device)
-    state = State(potential, input.optimizer, 2 * len(loss.names), input.training.gradient_precision)
+    state = State(potential, input.optimizer, 2 * len(loss.names), input.training.gradient_precision, comm)
     if source is not None:
         source.give(state, resume=options.restart is not None)
     state.broadcast(comm)

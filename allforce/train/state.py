@@ -22,14 +22,14 @@ class State:
     """A model with `step` updates behind it, and the moments of its optimizer."""
 
     def __init__(
-        self, model: Potential, config: OptimizerAdam | OptimizerAdamW, n_sums: int, precision: str | None = None
+        self, model: Potential, config: OptimizerAdam | OptimizerAdamW, n_sums: int, precision: str | None, comm: Comm
     ):
         if not any(p.requires_grad for p in model.parameters()):
             raise UserError(
                 "model: descriptor and fitting net are both `trainable: false`, so there is nothing to train."
             )
         self.step, self.model = 0, model
-        self.flat = FlatParameters(model, n_sums, precision)
+        self.flat = FlatParameters(model, n_sums, precision, comm.buffer)
         self.optimizer = Adam(self.flat.flat, config)
 
     def update(self, rate: float, max_norm: float | None = None) -> None:

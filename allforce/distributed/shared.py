@@ -1,0 +1,156 @@
+"""Workers of one host add up their gradients in memory that all of them see.
+
+The buffer of every worker lies in one shared block. To add them up, worker r of W sums part r of all buffers, in the
+order of the ranks, and writes the sum into part r of every buffer: nothing is sent, nothing is copied twice, and the
+result is the same bits on every worker. Everything else goes through the engine that found the workers.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from ..errors import UserError
+from .comm import Comm, Work, wait_until
+
+FOLDER = Path("/dev/shm")  # a file system in memory; only Linux has it
+LINE = 64  # bytes of a cache line: counters and buffers of two workers never share one
+
+
+class HostComm:
+    """A Comm of workers on one host, whose buffers are added up in shared memory."""
+
+    def __init__(self, comm: Comm):
+        self.comm = comm
+        self.rank, self.size = comm.rank, comm.size
+        self.engine = f"{comm.engine}, gradients in shared memory"
+        self.blocks: dict[int, Block] = {}  # by the address of this worker's buffer
+
+    def buffer(self, count: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        """Zeros that all_reduce_start adds up in shared memory; every worker asks for the same."""
+        block = Block.open(self.comm, count, dtype)
+        if block is None:
+            self.engine = self.comm.engine
+            return self.comm.buffer(count, dtype, device)
+        mine = block.buffers[self.rank]
+        self.blocks[mine.data_ptr()] = block
+        return mine
+
+    def all_reduce_start(self, tensor: Tensor) -> Work:
+        block = self.blocks.get(tensor.data_ptr())
+        if block is None or tensor.numel() != block.buffers[self.rank].numel():
+            return self.comm.all_reduce_start(tensor)
+        block.arrive()
+        return block
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
+        self.comm.all_reduce(tensor, op)
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> None:
+        self.comm.broadcast(tensor, root)
+
+    def gather(self, value: Any) -> list[Any]:
+        return self.comm.gather(value)
+
+    def barrier(self) -> None:
+        self.comm.barrier()
+
+    def split(self, color: int) -> Comm:
+        return HostComm(self.comm.split(color))
+
+    def abort(self, code: int = 1) -> None:
+        self.comm.abort(code)
+
+    def close(self) -> None:
+        self.comm.close()
+
+
+class Block:
+    """Shared memory: one counter for each worker, then one buffer for each worker."""
+
+    def __init__(self, memory: mmap.mmap, rank: int, size: int, count: int, dtype: torch.dtype, pids: list[int]):
+        self.rank, self.pids, self.turn = rank, pids, 0
+        self.counters = torch.frombuffer(memory, dtype=torch.int64, count=size * LINE // 8).view(size, -1)[:, 0].numpy()
+        place = [size * LINE + k * padded(count, dtype) for k in range(size)]
+        self.buffers = [torch.frombuffer(memory, dtype=dtype, count=count, offset=p) for p in place]
+        edges = [count * r // size for r in range(size + 1)]
+        self.parts = [buffer[edges[rank] : edges[rank + 1]] for buffer in self.buffers]
+
+    @classmethod
+    def open(cls, comm: Comm, count: int, dtype: torch.dtype) -> Block | None:
+        """None on every worker when one of them cannot have it: no such memory, too little of it, another container."""
+        length = comm.size * (LINE + padded(count, dtype))
+        name = comm.gather(secrets.token_hex(16))[0]
+        path, memory = FOLDER / f"allforce-{name}", None
+        if comm.rank == 0:
+            memory = reserve(path, length)
+        comm.barrier()
+        if comm.rank > 0:
+            memory = attach(path, length)
+        entries = comm.gather([memory is not None, os.getpid()])
+        if comm.rank == 0:
+            path.unlink(missing_ok=True)  # the memory lives as long as somebody has it mapped
+        if memory is None or not all(there for there, _ in entries):
+            return None
+        return cls(memory, comm.rank, comm.size, count, dtype, [pid for _, pid in entries])
+
+    def arrive(self) -> None:
+        self.turn += 1
+        self.counters[self.rank] = self.turn
+
+    def wait(self) -> None:
+        """Add up my part of all buffers when all have arrived; done when all have done so."""
+        self._all_there()
+        first, *others = self.parts
+        for part in others:
+            first.add_(part)
+        for part in others:
+            part.copy_(first)
+        self.arrive()
+        self._all_there()
+
+    def _all_there(self) -> None:
+        wait_until(lambda: bool((self.counters >= self.turn).all()), self._look_for_the_dead)
+
+    def _look_for_the_dead(self) -> None:
+        for rank, pid in enumerate(self.pids):
+            if self.counters[rank] < self.turn and not psutil.pid_exists(pid):
+                raise UserError(
+                    f"rank {self.rank} waits for the gradient of rank {rank} (process {pid}), which has ended. Its own"
+                    " output says why."
+                )
+
+
+def padded(count: int, dtype: torch.dtype) -> int:
+    """Bytes of a buffer, up to whole cache lines."""
+    return -(-count * dtype.itemsize // LINE) * LINE
+
+
+def reserve(path: Path, length: int) -> mmap.mmap | None:
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(file, 0, length)  # fails now where writing would later end the process
+            return mmap.mmap(file, length)
+        finally:
+            os.close(file)
+    except OSError:
+        return None
+
+
+def attach(path: Path, length: int) -> mmap.mmap | None:
+    try:
+        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            return mmap.mmap(file, length)
+        finally:
+            os.close(file)
+    except (OSError, ValueError):
+        return None
