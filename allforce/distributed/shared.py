@@ -29,15 +29,13 @@ class HostComm:
 
     def __init__(self, comm: Comm):
         self.comm = comm
-        self.rank, self.size = comm.rank, comm.size
-        self.engine = f"{comm.engine}, gradients in shared memory"
+        self.rank, self.size, self.engine = comm.rank, comm.size, comm.engine
         self.blocks: dict[int, Block] = {}  # by the address of this worker's buffer
 
     def buffer(self, count: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         """Zeros that all_reduce_start adds up in shared memory; every worker asks for the same."""
         block = Block.open(self.comm, count, dtype)
         if block is None:
-            self.engine = self.comm.engine
             return self.comm.buffer(count, dtype, device)
         mine = block.buffers[self.rank]
         self.blocks[mine.data_ptr()] = block

@@ -18,6 +18,7 @@ from allforce.distributed import devices
 from allforce.distributed.comm import Comm
 from allforce.distributed.connect import agree, connect
 from allforce.distributed.launch import World, detect
+from allforce.distributed.shared import HostComm
 from allforce.distributed.spawn import report, run_local_workers, worker_count
 from allforce.errors import UserError
 from allforce.train import logs
@@ -105,7 +106,10 @@ def summary_rows(
         ("Count of visible GPU", str(torch.cuda.device_count())),
         ("num_intra_threads", f"{threads.intra} ({threads.source})"),
         ("num_inter_threads", str(threads.inter)),
-        ("engine", comm.engine),
+        (
+            "engine",
+            comm.engine + (", gradients in shared memory" if isinstance(comm, HostComm) and comm.blocks else ""),
+        ),
         ("launcher", world.launcher),
         ("sharding", config.sharding),
         ("global batch", f"{frames} frames a step ({how})"),

@@ -81,6 +81,20 @@ def asynchronous(comm) -> None:
     comm.all_reduce_start(torch.empty(0)).wait()
 
 
+def buffers(comm) -> None:
+    """Buffers of the engine's own choice (shared memory on one host), added up again and again."""
+    for dtype, tolerance in {torch.float64: 1e-15, torch.float32: 1e-6, torch.bfloat16: 2e-2}.items():
+        for n in (1, 7, 100_003):
+            buffer = comm.buffer(n, dtype, "cpu")
+            assert buffer.shape == (n,) and buffer.dtype == dtype and not buffer.any()
+            for turn in range(20 if n == 7 else 3):
+                buffer.copy_(numbers(n, dtype, comm.rank + 10 * turn))
+                comm.all_reduce_start(buffer).wait()
+                expected = sum(numbers(n, dtype, r + 10 * turn).double() for r in range(comm.size))
+                torch.testing.assert_close(buffer.double(), expected, rtol=0, atol=comm.size**2 * tolerance)
+                same_everywhere(comm, buffer)
+
+
 def broadcasts(comm) -> None:
     for root in range(comm.size):
         for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64):
@@ -143,7 +157,7 @@ def main() -> None:
     assert comm.size // world.local_size == arguments.hosts
     if arguments.expect:
         assert [comm.engine, world.launcher] == arguments.expect, (comm.engine, world)
-    for check in (sums, extremes, asynchronous, broadcasts, gathers, disagreement, splits):
+    for check in (sums, extremes, asynchronous, buffers, broadcasts, gathers, disagreement, splits):
         check(comm)
         comm.barrier()
     if comm.rank == 0:
