@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -54,6 +55,17 @@ def wait_until(done: Callable[[], bool], look: Callable[[], None] | None = None)
         if look is not None and now - looked > 1.0:
             looked = now
             look()
+
+
+@contextmanager
+def placed(tensor: Tensor, device: torch.device | str) -> Iterator[Tensor]:
+    """The tensor where the engine works on it: itself, or a copy on that device that is written back."""
+    if tensor.device.type == torch.device(device).type:
+        yield tensor
+    else:
+        copy = tensor.detach().to(device)
+        yield copy
+        tensor.detach().copy_(copy)
 
 
 class Done:

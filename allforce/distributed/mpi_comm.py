@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .comm import Comm, Done, OwnMemory, Work, wait_until
+from .comm import Comm, Done, OwnMemory, Work, placed, wait_until
 from .launch import World, scrubbed
 from .rendezvous import LATECOMERS, call_the_roll, no_contact, open_store
 
@@ -70,7 +70,7 @@ class MpiComm(OwnMemory):
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         if tensor.numel():
-            with on_host(tensor) as host:
+            with placed(tensor, "cpu") as host:
                 finish(self.comm.Iallreduce(self.MPI.IN_PLACE, bits(host), self._op(tensor.dtype, op)))
 
     def all_reduce_start(self, tensor: Tensor) -> Work:
@@ -84,7 +84,7 @@ class MpiComm(OwnMemory):
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         if tensor.numel():
-            with on_host(tensor) as host:
+            with placed(tensor, "cpu") as host:
                 finish(self.comm.Ibcast(bits(host), root))
 
     def gather(self, value: Any) -> list[Any]:
@@ -153,17 +153,6 @@ def bits(tensor: Tensor) -> np.ndarray:
     """The tensor's own memory as an array."""
     flat = tensor.detach().view(-1)
     return flat.view(torch.int16).numpy() if flat.dtype in HALVES else flat.numpy()
-
-
-@contextmanager
-def on_host(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor itself on a CPU; a copy that is written back for a GPU."""
-    if tensor.device.type == "cpu":
-        yield tensor
-    else:
-        host = tensor.detach().cpu()
-        yield host
-        tensor.detach().copy_(host)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from ..errors import UserError
-from .comm import Comm, Done, OwnMemory, Work
+from .comm import Comm, Done, OwnMemory, Work, placed
 from .launch import World
 from .rendezvous import Announce, call_the_roll, open_store
 
@@ -69,8 +69,8 @@ class TorchComm(OwnMemory):
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         if tensor.numel():
-            with self._named("all_reduce"):
-                dist.all_reduce(tensor, OPS[op], group=self.group)
+            with self._named("all_reduce"), placed(tensor, self.device) as there:
+                dist.all_reduce(there, OPS[op], group=self.group)
 
     def all_reduce_start(self, tensor: Tensor) -> Work:
         if not tensor.numel():
@@ -80,8 +80,8 @@ class TorchComm(OwnMemory):
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         if tensor.numel():
-            with self._named("broadcast"):
-                dist.broadcast(tensor, group=self.group, group_src=root)
+            with self._named("broadcast"), placed(tensor, self.device) as there:
+                dist.broadcast(there, group=self.group, group_src=root)
 
     def gather(self, value: Any) -> list[Any]:
         text = json.dumps(value).encode()

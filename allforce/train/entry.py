@@ -92,6 +92,7 @@ def summary_rows(
 ) -> list[tuple[str, str]]:
     """What the block "Summary of the training" says."""
     config, schedule = job.input.training, job.schedule
+    shared = isinstance(comm, HostComm) and comm.blocks
     sizes = [job.loader.dataset.mixed_batch] if job.loader.dataset.mixed_batch else job.loader.dataset.batch_sizes
     factor = comm.size * config.acc_freq
     frames = f"{factor * min(sizes)}" + (f" to {factor * max(sizes)}" if min(sizes) < max(sizes) else "")
@@ -106,10 +107,7 @@ def summary_rows(
         ("Count of visible GPU", str(torch.cuda.device_count())),
         ("num_intra_threads", f"{threads.intra} ({threads.source})"),
         ("num_inter_threads", str(threads.inter)),
-        (
-            "engine",
-            comm.engine + (", gradients in shared memory" if isinstance(comm, HostComm) and comm.blocks else ""),
-        ),
+        ("engine", comm.engine + (", gradients in shared memory" if shared else "")),
         ("launcher", world.launcher),
         ("sharding", config.sharding),
         ("global batch", f"{frames} frames a step ({how})"),
