@@ -10,6 +10,7 @@ import matplotlib
 matplotlib.use("Agg")  # a file, not a window
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.ticker import LogLocator
 
 PANELS = {  # column of lcurve.out: (title, factor from eV)
     "rmse_e": ("energy, meV/atom", 1000.0),
@@ -38,6 +39,7 @@ def draw(columns: dict[str, np.ndarray], picture: Path) -> None:
             if f"{name}_{kind}" in columns:
                 panel.semilogy(columns["step"], factor * columns[f"{name}_{kind}"], color=color, lw=width, label=label)
         panel.set(title=f"RMSE of the {title}", xlabel="step")
+        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         panel.yaxis.set_major_formatter("{x:g}")
         panel.yaxis.set_minor_formatter("")
         panel.grid(alpha=0.3, which="both", lw=0.5)
