@@ -5,6 +5,7 @@ step is the gradient times a constant: it agrees to 1e-13 of its norm, the param
 with two workers everything agrees bit for bit, because a sum of two has one order.
 """
 
+import re
 import sys
 from pathlib import Path
 
@@ -18,7 +19,18 @@ from allforce.train import checkpoint  # noqa: E402
 
 TRAINING = {"numb_steps": 100, "disp_freq": 50, "save_freq": 1, "max_ckpt_keep": 100}
 STEPS = {f"training__{key}": value for key, value in TRAINING.items()}
-CASES = {"torchrun": [3, 4], "hydra": [2, 3], "openmpi": [4], "horovodrun": [2, 3], "slurm": [2]}
+
+# launcher, workers, engine, and whether the gradients of one host may be added up in shared memory past the engine
+CASES = [
+    ("torchrun", 4, "torch", False),
+    ("torchrun", 3, "torch", True),
+    ("hydra", 2, "mpi", True),
+    ("hydra", 3, "mpi", False),
+    ("openmpi", 4, "mpi", False),
+    ("horovodrun", 2, "horovod", False),
+    ("horovodrun", 3, "horovod", False),
+    ("slurm", 2, "torch", False),
+]
 
 
 def tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -48,13 +60,15 @@ def references(tmp_path_factory):
     return reference
 
 
-@pytest.mark.parametrize("launcher, workers", [(name, n) for name, counts in CASES.items() for n in counts])
-def test_workers_are_micro_batches(launch, references, tmp_path, monkeypatch, launcher, workers):
+@pytest.mark.parametrize("launcher, workers, engine, shared", CASES)
+def test_workers_are_micro_batches(launch, references, tmp_path, monkeypatch, launcher, workers, engine, shared):
     write_data(tmp_path)
     write_input(tmp_path, **STEPS)
     monkeypatch.chdir(tmp_path)
-    result = launch(launcher, workers, sys.executable, "-m", "allforce", "train", "input.json")
+    command = [sys.executable, "-m", "allforce", "train", "input.json"]
+    result = launch(launcher, workers, *command, ALLFORCE_SHARED_MEMORY=str(int(shared)))
     assert result.returncode == 0, result.stdout
+    assert re.search(rf"engine: +{engine}", result.stdout) and re.search(rf"world size: +{workers}\b", result.stdout)
     folder = references(workers)
     one, many = (gradient(place) for place in (folder, tmp_path))
     assert (one - many).norm() <= 1e-13 * one.norm() and one.norm() > 0
