@@ -277,6 +277,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.command is None:
         top.print_help()
         return 0
+    if branch := getattr(args, "head", None) or getattr(args, "model_branch", None):
+        print(f"dp {args.command}: error: --model-branch {branch}: models here have no branches.", file=sys.stderr)
+        return 2
     if args.backend:
         print(f"dp: note: --backend {args.backend} has no effect, Allforce has one backend (PyTorch).", file=sys.stderr)
     try:

@@ -56,8 +56,13 @@ class StatFile:
         self.put(**dict(zip(names, sums.reshape(-1, 3), strict=True)))
         return sums
 
-    def save(self) -> None:
-        """Write what is new."""
+    def save(self, read_only: bool = False) -> None:
+        """Write what is new; with read_only that is an error."""
+        if read_only and self.new:
+            raise UserError(
+                f"training/stat_file: {self.path} lacks {', '.join(sorted(self.new))} for the types {self.group} and "
+                "this descriptor, and stat_file_mode is read. Use update, or the file of a run with the same model"
+            )
         if self.path and self.new and self.comm.rank == 0:
             try:
                 _write(self.path, self.group, self.new)

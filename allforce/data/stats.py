@@ -270,10 +270,12 @@ class Statistics:
     aparam: tuple[np.ndarray, np.ndarray] | None
 
 
-def statistics(loader: Loader, model: Any, comm: Comm, stat_file: str | None = None, split: bool = True) -> Statistics:
+def statistics(
+    loader: Loader, model: Any, comm: Comm, stat_file: str | None = None, split: bool = True, read_only: bool = False
+) -> Statistics:
     """What a model takes from the data before training. model: the section `model` of the input, sel resolved.
 
-    A given stat_file is read where it has an entry, and gets the entries that it did not have.
+    A given stat_file is read where it has an entry, and gets the entries that it did not have, unless read_only.
     """
     descriptor, fitting, dataset = model.descriptor, model.fitting_net, loader.dataset
     sample = stat_sample(dataset, model.data_stat_nbatch)
@@ -286,7 +288,8 @@ def statistics(loader: Loader, model: Any, comm: Comm, stat_file: str | None = N
     energy = file.get("bias_atom_energy", "std_atom_energy")
     if energy is None or preset is not None:
         found = energy_bias(dataset.systems, sample, comm, preset, fitting.rcond, split, model.atom_exclude_types)
-        file.put(bias_atom_energy=found.bias[:, None], std_atom_energy=found.std[:, None])
+        if energy is None:
+            file.put(bias_atom_energy=found.bias[:, None], std_atom_energy=found.std[:, None])
     else:
         found = EnergyBias(energy[0][:, 0], energy[1][:, 0], None)
     fparam = aparam = None
@@ -296,5 +299,5 @@ def statistics(loader: Loader, model: Any, comm: Comm, stat_file: str | None = N
     if loader.numb_aparam:
         table = file.once("aparam", lambda: aparam_sums(loader, sample, comm, split))
         aparam = parameter_normalisation(table, model.data_stat_protect)
-    file.save()
+    file.save(read_only)
     return Statistics(*envmat_normalisation(sums, descriptor.set_davg_zero), found, fparam, aparam)

@@ -29,8 +29,6 @@ from allforce.train.trainer import Trainer
 
 def train(args: Namespace) -> int:
     """Start workers of our own, or be one of those a launcher started, or train alone."""
-    if args.model_branch:
-        raise UserError(f"--model-branch {args.model_branch}: models here have one branch. Leave the flag out.")
     if args.workers is not None and (worker_count(args.workers) > 1 or detect().size > 1):
         return run_local_workers(args.workers, [sys.executable, "-m", "allforce", *without_workers(args.argv)])
     world = detect()

@@ -309,15 +309,12 @@ def _tell_neighbors(nearest: float | None, most: np.ndarray, rcut: float, sel: l
 def set_statistics(model: Potential, loader: Loader, input: Input, comm: Comm) -> None:
     """Mean and deviation of the environment, energy bias, frame and atomic parameters from the training data."""
     config = input.training
-    if config.stat_file_mode == "read" and not (config.stat_file and Path(config.stat_file).exists()):
-        raise UserError(
-            f"training/stat_file: {config.stat_file} does not exist, and stat_file_mode is read. Use update."
-        )
     if comm.rank == 0:
         n = input.model.fitting_net.numb_fparam
         log.info(f"training with {n} frame parameter(s)" if n else "training without frame parameter")
         log.info("data stating... (this step may take long time)")
-    found = stats.statistics(loader, input.model, comm, config.stat_file, split=config.sharding != "partition")
+    read_only = config.stat_file_mode == "read"
+    found = stats.statistics(loader, input.model, comm, config.stat_file, config.sharding != "partition", read_only)
     if comm.rank == 0 and found.energy.rmse is not None:
         log.info(f"RMSE of energy per atom after linear regression is: {found.energy.rmse} in the unit of energy.")
     model.descriptor.davg.copy_(torch.from_numpy(found.davg))

@@ -85,3 +85,9 @@ def test_workers_are_started_without_the_flag():
         == without_workers(["train", "--workers=4", "i.json", "-l", "x"])
         == ["train", "i.json", "-l", "x"]
     )
+
+
+@pytest.mark.parametrize("line", ["train in.json --model-branch x", "test -m a.dp --head x", "freeze --head x"])
+def test_a_branch_is_refused(line, capsys):
+    assert cli.main(line.split()) == 2
+    assert "no branches" in capsys.readouterr().err

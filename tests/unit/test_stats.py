@@ -276,6 +276,15 @@ def test_stat_file(data, tmp_path, name):
             )
 
 
+def test_stat_file_that_is_only_read(data, tmp_path):
+    path = str(tmp_path / "stat.h5")
+    with pytest.raises(UserError, match="lacks .*bias_atom_energy.* stat_file_mode is read"):
+        stats.statistics(loader(data), model(), SerialComm(), path, read_only=True)
+    assert not (tmp_path / "stat.h5").exists()
+    stats.statistics(loader(data), model(), SerialComm(), path)
+    stats.statistics(loader(data), model(), SerialComm(), path, read_only=True)
+
+
 def test_statistics_of_all_and_of_partitioned_workers(data):
     serial = stats.statistics(loader(data), model(), SerialComm())
     atom_ener = SimpleNamespace(atom_ener=[-5.0, None, None, None], rcond=None)
