@@ -16,7 +16,7 @@ class AtomsOfEdges(torch.autograd.Function):
     def forward(ctx, g: Tensor, edges: Edges, natoms: int) -> Tensor:
         ctx.edges = edges
         out = g.new_zeros(natoms, 3)
-        if g.device.type == "cpu":
+        if kernels.compiled(g):
             kernels.atoms_of_edges(edges.i.numpy(), edges.j.numpy(), g.detach().contiguous().numpy(), out.numpy())
             return out
         return out.index_add_(0, edges.i, g).index_add_(0, edges.j, g, alpha=-1)
@@ -25,7 +25,7 @@ class AtomsOfEdges(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, v: Tensor):
         edges = ctx.edges
-        if v.device.type != "cpu":
+        if not kernels.compiled(v):
             return v[edges.i] - v[edges.j], None, None
         out = v.new_empty(len(edges.i), 3)
         kernels.edges_of_atoms(edges.i.numpy(), edges.j.numpy(), v.contiguous().numpy(), out.numpy())
@@ -34,7 +34,7 @@ class AtomsOfEdges(torch.autograd.Function):
 
 def symmetric_product(X: Tensor, Y: Tensor, M2: int) -> Tensor:
     """S(X, Y) = Xᵀ Y[:, :M2] + Yᵀ X[:, :M2], (N, M1, M2) from two (N, 4, M1)."""
-    if X.device.type != "cpu":
+    if not kernels.compiled(X):
         return X.transpose(1, 2) @ Y[:, :, :M2] + Y.transpose(1, 2) @ X[:, :, :M2]
     D = X.new_empty(len(X), X.shape[2], M2)
     kernels.gram(X.contiguous().numpy(), Y.contiguous().numpy(), D.numpy())
@@ -43,7 +43,7 @@ def symmetric_product(X: Tensor, Y: Tensor, M2: int) -> Tensor:
 
 def product_gradient(g: Tensor, T: Tensor) -> Tensor:
     """P(g, T) = ∂<g, ½S(T, T)>/∂T (N, 4, M1), linear in g (N, M1, M2) and in T."""
-    if T.device.type != "cpu":
+    if not kernels.compiled(T):
         out = T[:, :, : g.shape[2]] @ g.transpose(1, 2)
         out[:, :, : g.shape[2]] += T @ g
         return out

@@ -2,15 +2,17 @@
 
 Everything is recomputed from the edge vector, which is cheaper than reading it back. Edges are sorted by centre, so
 what is written stays in the cache. One thread: a second thread pool beside torch's costs more than it brings.
-Arguments: see moments.Geometry.
+Arguments: see moments.Geometry. The environment variable ALLFORCE_KERNELS=torch turns them off.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
 from numba import njit
+from torch import Tensor
 
 from allforce.models.spline import WIDTH, polynomials
 
@@ -21,6 +23,14 @@ SLOPE = VALUE[1:] * np.arange(1, WIDTH)[:, None]
 
 options: dict[str, Any] = {"fastmath": True, "cache": True, "error_model": "numpy", "nogil": True}
 inline: dict[str, Any] = {"inline": "always", "fastmath": True, "error_model": "numpy"}
+
+
+SWITCH = "ALLFORCE_KERNELS"  # torch: tensor operations also on CPUs
+
+
+def compiled(x: Tensor) -> bool:
+    """Whether the loops here take over for tensors where x is."""
+    return x.device.type == "cpu" and os.environ.get(SWITCH) != "torch"
 
 
 @njit(**inline)

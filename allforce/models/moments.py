@@ -207,8 +207,5 @@ class Eager:
         return cls.scatter(place, values, g, begin, end)
 
 
-BACKENDS: dict[str, type[Compiled] | type[Eager]] = {"cpu": Compiled}
-
-
 def backend(r: Tensor) -> type[Compiled] | type[Eager]:
-    return BACKENDS.get(r.device.type, Eager)
+    return Compiled if kernels.compiled(r) else Eager
