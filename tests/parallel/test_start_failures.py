@@ -19,20 +19,24 @@ from allforce.errors import UserError
 PROGRAM = Path(__file__).with_name("misfortune.py")
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "hydra", "openmpi", "horovodrun", "workers"])
+@pytest.mark.parametrize("launcher", ["torchrun", "openmpi", "horovodrun", "workers"])
 def test_dead_at_start(launch, launcher):
     """These launchers end the others and name the dead themselves."""
     result = launch(launcher, 2, sys.executable, PROGRAM, "dies before", timeout=60)
     assert result.returncode != 0 and "unharmed" not in result.stdout
 
 
-def test_dead_at_start_named(launch):
-    """srun leaves the others alone: they notice."""
+REMEDY = {"slurm": "export MASTER_ADDR=$(scontrol show hostnames", "hydra": "mpirun -genv MASTER_ADDR"}
+
+
+@pytest.mark.parametrize("launcher", REMEDY)
+def test_dead_at_start_named(launch, launcher):
+    """srun and MPICH's mpirun leave the others alone: they notice."""
     command = [sys.executable, PROGRAM, "dies before"]
-    result = launch("slurm", 3, *command, timeout=60, ALLFORCE_TIMEOUT="8")
+    result = launch(launcher, 3, *command, timeout=60, ALLFORCE_TIMEOUT="8")
     assert result.returncode != 0 and "unharmed" not in result.stdout
-    assert "rank 1 did not appear" in result.stdout and "srun started this process as rank" in result.stdout
-    assert "export MASTER_ADDR=$(scontrol show hostnames" in result.stdout
+    assert "rank 1 did not appear" in result.stdout and "started this process as rank" in result.stdout
+    assert REMEDY[launcher] in result.stdout
 
 
 def test_killed_later_is_named(launch):
@@ -67,11 +71,14 @@ def test_workers_show_an_error_once(launch):
 def test_ctrl_c_ends_the_workers():
     command = [*map(str, COMMANDS["workers"]), "2", sys.executable, str(PROGRAM), "sleeps"]
     environment = scrubbed(os.environ) | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    parent = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert parent.stdout is not None
-    assert [parent.stdout.readline() for _ in range(2)] == ["asleep\n"] * 2
-    parent.send_signal(signal.SIGINT)
-    rest, _ = parent.communicate(timeout=60)  # the pipe closes when the last worker has ended
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env=environment, **pipes) as parent:
+        try:
+            assert [parent.stdout.readline() for _ in range(2)] == ["asleep\n"] * 2
+            parent.send_signal(signal.SIGINT)
+            rest, _ = parent.communicate(timeout=60)  # the pipe closes when the last worker has ended
+        finally:
+            parent.kill()
     assert parent.returncode == 128 + signal.SIGINT, rest
 
 
