@@ -9,6 +9,8 @@ import subprocess
 import time
 from pathlib import Path
 
+import psutil
+
 CONF = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -112,6 +114,20 @@ class SlurmCluster:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
+        for step in self.steps():  # a step whose slurmd went first stays behind
+            step.kill()
+
+    def steps(self) -> list[psutil.Process]:
+        """slurmstepd of this cluster and of no other."""
+        found = []
+        for process in psutil.process_iter(["name"]):
+            try:
+                if (process.info["name"] or "").startswith("slurmstepd"):
+                    if process.environ().get("SLURM_CONF") == self.environment["SLURM_CONF"]:
+                        found.append(process)
+            except psutil.Error:
+                continue
+        return found
 
 
 def free_ports(count: int) -> list[int]:
