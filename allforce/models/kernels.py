@@ -1,4 +1,4 @@
-"""Compiled loops for CPUs (numba): over edges for the moments, over atoms for the Gram matrix of the descriptor.
+"""Compiled loops for CPUs (numba): over edges for the moments, over atoms for the descriptor and the fitting layers.
 
 Everything is recomputed from the edge vector, which is cheaper than reading it back. Edges are sorted by centre, so
 what is written stays in the cache. One thread: a second thread pool beside torch's costs more than it brings.
@@ -275,3 +275,29 @@ def gram_gradient(g, T, out):
         for c in range(4):
             for b in range(M2):
                 out[n, c, b] += low[c, b]
+
+
+@njit(**options)
+def tanh_layer(t, idt, x, copies, a, steep):
+    """a = idt·t + copies of x beside each other, steep = idt·(1 − t²), for t = tanh(z) (n, out), x (n, in)."""
+    for i in range(t.shape[0]):
+        for k in range(t.shape[1]):
+            a[i, k] = t[i, k] * idt[k]
+            steep[i, k] = (1.0 - t[i, k] * t[i, k]) * idt[k]
+        for copy in range(copies):
+            for k in range(x.shape[1]):
+                a[i, copy * x.shape[1] + k] += x[i, k]
+
+
+@njit(**options)
+def tanh_adjoint(t, idt, steep, a_bar, G, z_dot, z_bar, b_bar, idt_bar):
+    """z̄ = ā idt φ' + G idt φ'' ż, its sums b̄ over the rows, and those of idt: ā φ + G φ' ż."""
+    b_bar[:] = 0.0
+    idt_bar[:] = 0.0
+    for i in range(t.shape[0]):
+        for k in range(t.shape[1]):
+            w = G[i, k] * z_dot[i, k]
+            z = steep[i, k] * (a_bar[i, k] - 2.0 * t[i, k] * w)
+            z_bar[i, k] = z
+            b_bar[k] += z
+            idt_bar[k] += a_bar[i, k] * t[i, k] + w * (1.0 - t[i, k] * t[i, k])

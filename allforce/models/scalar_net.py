@@ -14,20 +14,60 @@ Six products with each w in all (two of them for w̄), the least that energies a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from allforce.models import kernels
 from allforce.models.layers import Layer, Net
 
 
+@dataclass
+class Curve:
+    """One layer after its product z: what the later sweeps need."""
+
+    x: Tensor  # a_{l-1}, what came in
+    a: Tensor  # a_l, what goes out
+    t: Tensor  # φ(z)
+    d: Tensor | None  # φ'(z), None where it follows from t
+    dd: Tensor | None  # φ''(z), the same
+    steep: Tensor  # idt φ'(z)
+    G: Tensor | None = None  # ∂e/∂a_l
+    g: Tensor | None = None  # ∂e/∂z
+
+
+def bend(layer: Layer, z: Tensor, x: Tensor, second: bool) -> Curve:
+    """The layer from z = x w + b on; z is overwritten."""
+    if layer.activation.lower() == "tanh" and kernels.compiled(z):
+        t, a, steep = z.tanh_(), torch.empty_like(z), torch.empty_like(z)
+        arrays = (y.detach().numpy() for y in (t, idt_or_one(layer), x))
+        kernels.tanh_layer(*arrays, layer.copies, a.numpy(), steep.numpy())
+        return Curve(x, a, t, None, None, steep)
+    t, d, dd = slopes(layer, z, second)
+    a, steep = (t.clone(), d) if layer.idt is None else (t * layer.idt, d * layer.idt)
+    return Curve(x, add_residual(a, x, layer.copies), t, d, dd, steep)
+
+
+def unbend(layer: Layer, c: Curve, a_bar: Tensor, z_dot: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """z̄ (n, out), and the gradients of b and of idt."""
+    assert c.G is not None
+    if c.d is None or c.dd is None:
+        z_bar, b_bar, idt_bar = torch.empty_like(c.t), torch.empty_like(c.t[0]), torch.empty_like(c.t[0])
+        arrays = (y.detach().numpy() for y in (c.t, idt_or_one(layer), c.steep, a_bar, c.G, z_dot))
+        kernels.tanh_adjoint(*arrays, z_bar.numpy(), b_bar.numpy(), idt_bar.numpy())
+        return z_bar, b_bar, idt_bar
+    bent = c.dd * z_dot if layer.idt is None else c.dd * z_dot * layer.idt
+    z_bar = (a_bar * c.steep).addcmul_(c.G, bent)
+    return z_bar, z_bar.sum(0), (a_bar * c.t).addcmul_(c.G, c.d * z_dot).sum(0)
+
+
+def idt_or_one(layer: Layer) -> Tensor:
+    return torch.ones_like(layer.b) if layer.idt is None else layer.idt
+
+
 def slopes(layer: Layer, z: Tensor, second: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """φ, φ' and φ'' at z, which is overwritten."""
-    if layer.activation.lower() == "tanh":
-        t = z.tanh_()
-        d = torch.rsub(t * t, 1.0)
-        return t, d, (t * d).mul_(-2.0) if second else None
+    """φ, φ' and φ'' at z by differentiation."""
     with torch.enable_grad():
         z = z.detach().requires_grad_()
         t = layer.phi(z) + 0.0 * z  # also a linear φ has a graph
@@ -49,63 +89,51 @@ def add_residual_back(y: Tensor, g: Tensor, copies: int) -> Tensor:
     return y.add_(g) if copies == 1 else y
 
 
-@dataclass
-class Tape:
-    """What the sweeps of one net leave for the next ones, a list entry for each hidden layer."""
-
-    inputs: list[Tensor] = field(default_factory=list)  # a_{l-1}
-    curves: list[tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=list)  # φ, φ', φ''
-    steep: list[Tensor] = field(default_factory=list)  # idt φ'
-    back: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # G_l, g_l
-    last: Tensor | None = None  # a_L
-
-
-def forward_and_back(net: Net, x: Tensor, second: bool, e: Tensor, gradient: Tensor) -> Tape:
+def forward_and_back(net: Net, x: Tensor, second: bool, e: Tensor, gradient: Tensor) -> list[Curve]:
     """Fill e (n,) and ∂e/∂x (n, m)."""
     *hidden, last = net.layers
-    tape, a = Tape(), x
+    tape: list[Curve] = []
     for layer in hidden:
-        tape.inputs.append(a)
-        t, d, dd = slopes(layer, torch.addmm(layer.b, a, layer.w), second)
-        tape.curves.append((t, d, dd))
-        tape.steep.append(d if layer.idt is None else d * layer.idt)
-        a = add_residual(t.clone() if layer.idt is None else t * layer.idt, a, layer.copies)
-    tape.last = a
-    e.copy_(torch.addmm(last.b, a, last.w)[:, 0])
-    G = last.w[:, 0].expand(len(x), -1)
+        tape.append(bend(layer, torch.addmm(layer.b, x, layer.w), x, second))
+        x = tape[-1].a
+    e.copy_(torch.addmm(last.b, x, last.w)[:, 0])
+    G = last.w[:, 0].repeat(len(x), 1)
+    if not hidden:
+        gradient.copy_(G)
     for n in reversed(range(len(hidden))):
-        layer = hidden[n]
-        g = G * tape.steep[n]
-        tape.back.insert(0, (G, g))
-        G = add_residual_back(torch.mm(g, layer.w.T, out=gradient if n == 0 else None), G, layer.copies)
+        layer, c = hidden[n], tape[n]
+        c.G, c.g = G, G * c.steep
+        G = add_residual_back(torch.mm(c.g, layer.w.T, out=gradient if n == 0 else None), G, layer.copies)
     return tape
 
 
-def tangent_and_adjoint(net: Net, tape: Tape, e_bar: Tensor, v: Tensor, x_bar: Tensor | None) -> list[Tensor]:
+def tangent_and_adjoint(net: Net, tape: list[Curve], e_bar: Tensor, v: Tensor, x: Tensor, x_bar: Tensor | None):
     """Gradients of the parameters, in the order of `parameters`; fills x̄ (n, m) if it is wanted."""
     *hidden, last = net.layers
-    assert tape.last is not None
     dot, z_dots, a_dots = v, [], []
-    for layer, steep in zip(hidden, tape.steep, strict=True):
+    for layer, c in zip(hidden, tape, strict=True):
         a_dots.append(dot)
         z_dots.append(dot @ layer.w)
-        dot = add_residual(z_dots[-1] * steep, dot, layer.copies)
-    gradients = [torch.mv(tape.last.T, e_bar).add_(dot.sum(0))[:, None], e_bar.sum()[None]]  # of the last layer
+        dot = add_residual(z_dots[-1] * c.steep, dot, layer.copies)
+    out = tape[-1].a if tape else x
+    gradients = [torch.mv(out.T, e_bar).add_(dot.sum(0))[:, None], e_bar.sum()[None]]  # of the last layer
     a_bar = e_bar[:, None] * last.w[:, 0]
+    if not hidden and x_bar is not None:
+        x_bar.copy_(a_bar)
     for n in reversed(range(len(hidden))):
-        layer, (t, d, dd), (G, g) = hidden[n], tape.curves[n], tape.back[n]
-        assert dd is not None
-        bent = dd * z_dots[n]  # φ'' ż
-        if layer.idt is not None:
-            bent *= layer.idt
-        z_bar = (a_bar * tape.steep[n]).addcmul_(G, bent)
-        own = [torch.mm(tape.inputs[n].T, z_bar).addmm_(a_dots[n].T, g), z_bar.sum(0)]
-        if layer.idt is not None:
-            own.append((a_bar * t).addcmul_(G, d * z_dots[n]).sum(0))
-        gradients = own + gradients
+        layer, c = hidden[n], tape[n]
+        assert c.g is not None
+        z_bar, b_bar, idt_bar = unbend(layer, c, a_bar, z_dots[n])
+        w_bar = torch.mm(c.x.T, z_bar, out=landing(layer.w)).addmm_(a_dots[n].T, c.g)
+        gradients = [w_bar, b_bar, *([] if layer.idt is None else [idt_bar]), *gradients]
         if n > 0 or x_bar is not None:
             a_bar = add_residual_back(torch.mm(z_bar, layer.w.T, out=x_bar if n == 0 else None), a_bar, layer.copies)
     return gradients
+
+
+def landing(parameter: Tensor) -> Tensor | None:
+    """Where the trainer wants this gradient to lie, so that it need not be moved there; None: anywhere."""
+    return getattr(parameter, "landing", None)
 
 
 class ValueAndGradient(torch.autograd.Function):
@@ -117,6 +145,8 @@ class ValueAndGradient(torch.autograd.Function):
         parts = zip(nets, *(y.split(list(counts)) for y in (x, e, gradient)), strict=True)
         tapes = [forward_and_back(net, rows, second, value, slope) for net, rows, value, slope in parts]
         ctx.nets, ctx.counts, ctx.tapes = nets, list(counts), tapes if second else None
+        if second:
+            ctx.save_for_backward(x)
         return e, gradient
 
     @staticmethod
@@ -124,8 +154,9 @@ class ValueAndGradient(torch.autograd.Function):
     def backward(ctx, e_bar: Tensor, v: Tensor):
         x_bar = torch.empty_like(v) if ctx.needs_input_grad[0] else None
         wanted = x_bar.split(ctx.counts) if x_bar is not None else [None] * len(ctx.nets)
-        parts = zip(ctx.nets, ctx.tapes, e_bar.split(ctx.counts), v.split(ctx.counts), wanted, strict=True)
-        gradients = [g for net, tape, e, w, x in parts for g in tangent_and_adjoint(net, tape, e, w, x)]
+        rows = (y.split(ctx.counts) for y in (e_bar, v.contiguous(), ctx.saved_tensors[0].detach()))
+        parts = zip(ctx.nets, ctx.tapes, *rows, wanted, strict=True)
+        gradients = [g for net, tape, *part in parts for g in tangent_and_adjoint(net, tape, *part)]
         return x_bar, None, None, *gradients
 
 

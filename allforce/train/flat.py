@@ -50,6 +50,12 @@ class FlatParameters:
         pieces = flat.split([p.numel() for p in parameters])
         return [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)]
 
+    def land(self) -> None:
+        """Let functions write gradients straight into the buffer; only when a step has one micro-batch."""
+        for parameter, place in zip(self.parameters, self._gradients, strict=True):
+            if parameter.dtype == place.dtype:
+                parameter.landing = place  # type: ignore[attr-defined]
+
     def differentiate(self, loss: Tensor, sums: Tensor, scale: float, first: bool) -> None:
         """Set (first) or add scale·∂loss/∂parameters and the metric sums of one micro-batch.
 
@@ -58,8 +64,9 @@ class FlatParameters:
         """
         weight = torch.full_like(loss, scale)
         gradients = torch.autograd.grad(loss, self.parameters, weight, materialize_grads=True)
-        if first:
-            torch._foreach_copy_(self._gradients, gradients)
+        if first:  # what a function has put into its place already stays there
+            moves = [(to, g) for to, g in zip(self._gradients, gradients, strict=True) if to.data_ptr() != g.data_ptr()]
+            torch._foreach_copy_([to for to, _ in moves], [g for _, g in moves])
             self.sums.copy_(sums)
         else:
             torch._foreach_add_(self._gradients, gradients)

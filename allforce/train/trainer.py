@@ -30,6 +30,8 @@ class Trainer:
         self.job, self.comm, self.collector = job, comm, collector
         self.config, self.state, self.loss, self.schedule = job.input.training, job.state, job.loss, job.schedule
         self.model, self.flat = job.state.model, job.state.flat
+        if self.config.acc_freq == 1:
+            self.flat.land()
         self.clock = Clock()
         self.first, self.last = job.state.step, job.numb_steps
         self.display = Display(self.config, job.loss.names, comm.rank, self.first, self.last, append=job.restarted)
