@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from argparse import ArgumentParser, Namespace
 
 from allforce import __version__
-from allforce.errors import UserError
+from allforce.errors import UserError, file_problem
 
 LOG_LEVELS = ["DEBUG", "3", "INFO", "2", "WARNING", "1", "ERROR", "0"]
 BACKENDS = {
@@ -134,6 +135,12 @@ def _command(commands, name: str, run, help: str) -> ArgumentParser:
     return p
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 0 or more")
+    return int(text)
+
+
 def _train(commands) -> None:
     p = _command(commands, "train", train, "train a model")
     p.add_argument("INPUT", help="the input file, JSON or YAML")
@@ -183,8 +190,8 @@ def _test(commands) -> None:
     data.add_argument("--train-data", metavar="JSON", help="the training data of this input file")
     data.add_argument("--valid-data", metavar="JSON", help="the validation data of this input file")
     p.add_argument("-S", "--set-prefix", help=argparse.SUPPRESS)
-    p.add_argument("-n", "--numb-test", type=int, default=0, help="frames of each system; 0: all")
-    p.add_argument("-r", "--rand-seed", type=int, help="seed of the shuffle")
+    p.add_argument("-n", "--numb-test", type=_count, default=0, help="frames of each system; 0: all")
+    p.add_argument("-r", "--rand-seed", type=_count, help="seed of the shuffle")
     p.add_argument("--shuffle-test", action="store_true", help="take frames at random")
     p.add_argument("-d", "--detail-file", metavar="PREFIX", help="write labels and predictions to PREFIX.e.out, …")
     p.add_argument("-a", "--atomic", action="store_true", help="also atomic energies")
@@ -248,7 +255,7 @@ def _change_bias(commands) -> None:
     data.add_argument("-s", "--system", default=".", help="system, or folder with systems")
     data.add_argument("-f", "--datafile", metavar="LIST", help="file with one system per line")
     data.add_argument("-b", "--bias-value", type=float, nargs="+", help="the bias itself, one number per type")
-    p.add_argument("-n", "--numb-batch", type=int, default=0, help="batches of each system; 0: all")
+    p.add_argument("-n", "--numb-batch", type=_count, default=0, help="batches of each system; 0: all")
     p.add_argument("-m", "--mode", choices=["change", "set"], default="change", help="fit the errors, or the labels")
     p.add_argument("-o", "--output", help="the new model; by default INPUT with _updated before the suffix")
     p.add_argument("--model-branch", help=argparse.SUPPRESS)
@@ -290,6 +297,14 @@ def main(argv: list[str] | None = None) -> int:
         return args.run(args) or 0
     except UserError as error:
         print(f"dp {args.command}: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `dp doc-train-input | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"dp {args.command}: error: {file_problem(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -6,3 +6,8 @@ class UserError(Exception):
 
     The text says what is wrong, where (key path, file, rank), what was found, what was expected, and the remedy.
     """
+
+
+def file_problem(error: OSError) -> str:
+    """What the system says about a file that cannot be read or written: "no/such/out.json: No such file…"."""
+    return f"{error.filename2 or error.filename}: {error.strerror}"

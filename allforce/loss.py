@@ -10,7 +10,7 @@ is on when its start or its limit is non-zero, and off for a batch whose data ha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from math import nan, sqrt
 from typing import TYPE_CHECKING
 
@@ -53,7 +53,7 @@ class Loss:
         loss = prediction.energy.new_zeros(())
         values, present = [loss], [True]
         for term in self.terms:
-            present.append(self._has(term, batch))
+            present.append(self._has(term, batch.labels))
             if not present[-1]:
                 values.append(loss.new_zeros(()))
                 continue
@@ -61,6 +61,8 @@ class Loss:
             cost, figure = self._mean(term, residual, weight)
             loss = loss + self.prefactor(term, lr) * cost
             values.append(figure.detach())
+        if not any(present[1:]):  # nothing to learn from this batch: a gradient of zero, not none
+            loss = 0.0 * prediction.energy.sum()
         values[0] = loss.detach().abs()
         weights = self._present(tuple(present), loss.device)
         return loss, torch.cat([torch.stack(values) * weights, weights]) * batch.type.shape[0]
@@ -72,10 +74,14 @@ class Loss:
         means = [v / w if w > 0 else nan for v, w in zip(totals[:n], totals[n:], strict=True)]
         return {name: m if name.startswith("mae") else sqrt(m) for name, m in zip(self.names, means, strict=True)}
 
-    def _has(self, term: str, batch: Batch) -> bool:
-        if term == "pf" and "atom_pref" not in batch.labels and not self.config.use_default_pf:
+    def learns_from(self, labels: Container[str]) -> bool:
+        """Whether data with these labels have anything that the loss looks at."""
+        return any(self._has(term, labels) for term in self.terms)
+
+    def _has(self, term: str, labels: Container[str]) -> bool:
+        if term == "pf" and "atom_pref" not in labels and not self.config.use_default_pf:
             return False
-        return TERMS[term] in batch.labels
+        return TERMS[term] in labels
 
     def _present(self, present: tuple[bool, ...], device: torch.device) -> Tensor:
         """Which quantities count, kept on the device so that a step copies nothing to it."""

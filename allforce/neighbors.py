@@ -38,7 +38,10 @@ def neighbor_list(
     box = np.zeros((3, 3)) if cell is None else np.ascontiguousarray(cell, dtype=np.float64).reshape(3, 3)
     if cell is not None and abs(np.linalg.det(box)) < 1e-9:
         raise UserError(f"{where}: the cell {box.tolist()} has no volume. Its three vectors must be independent")
-    pairs, r = _calculator(float(rcut), threads).compute(coord, box, cell is not None, "PD", copy=False)
+    try:
+        pairs, r = _calculator(float(rcut), threads).compute(coord, box, cell is not None, "PD", copy=False)
+    except RuntimeError as error:  # numbers that are not finite
+        raise UserError(f"{where}: no neighbours can be found: {error}") from None
     return pairs[:, 0].astype(np.int32), pairs[:, 1].astype(np.int32), r if r.flags.owndata else r.copy()
 
 

@@ -214,7 +214,7 @@ def _field_at(path: list[str], data: Any) -> tuple[int, FieldInfo]:
 
 def _wrong_value(item: Any, field: FieldInfo, path: list[str], depth: int) -> str:
     if item["type"] == "missing":
-        return f"required key is missing; expected {expected(field)}: {field.description}"
+        return f"required key is missing; expected {expected(field)}: {(field.description or '').rstrip('.')}"
     key, value = path[depth - 1], item["input"]
     other = unsupported.VALUES.get(key, ())
     starts = unsupported.PREFIXES.get(key, ())

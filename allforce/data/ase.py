@@ -148,4 +148,5 @@ class AseSystem(System):
             labels=labels,
             fparam=s.values.get("fparam"),
             aparam=s.values["aparam"].reshape(self.natoms, -1) if self.has_aparam else None,
+            name=f"{self.name}, frame {k}",
         )

@@ -28,6 +28,7 @@ class Frame:
     aparam: np.ndarray | None = None  # (n, numb_aparam)
     order: np.ndarray | None = None  # (n,) place of each atom in the file when it was sorted, None when as in the file
     nfile: int | None = None  # atoms in the file when virtual ones were left out, None when n
+    name: str = "the structure"  # in messages
 
     def by_type(self) -> Frame:
         """The frame without virtual atoms, atoms sorted by type (stable); `order` and `nfile` remember the file."""

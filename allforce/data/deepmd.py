@@ -81,7 +81,10 @@ class Group:
     def words(self, name: str) -> list[str] | None:
         if name not in self._here():
             return None
-        values = np.atleast_1d(self._here()[name][()]).ravel().tolist()
+        item = self._here()[name]
+        if not isinstance(item, h5py.Dataset):
+            raise UserError(f"{self.file}#{item.name}: expected a dataset, found {item}")
+        values = np.atleast_1d(item[()]).ravel().tolist()
         return [v.decode() if isinstance(v, bytes) else str(v) for v in values]
 
     def has(self, name: str) -> bool:
@@ -92,6 +95,8 @@ class Group:
 
     def arrays(self, set_name: str) -> dict[str, DiskArray]:
         group = self._here()[set_name]
+        if not isinstance(group, h5py.Group):
+            raise UserError(f"{self.name}/{set_name}: expected a group with the frames, found {group}")
         used = {n[:-4]: d for n, d in group.items() if n.endswith(".npy") and _canonical(n[:-4]) in USED}
         for d in used.values():
             if not isinstance(d, h5py.Dataset) or d.dtype.kind not in "fiub":
@@ -174,6 +179,7 @@ class DeepmdSystem(System):
             labels=labels,
             fparam=read("fparam") if self.has_fparam else None,
             aparam=read("aparam").reshape(self.natoms, -1) if self.has_aparam else None,
+            name=f"{self.name}, frame {k}",
         )
 
     def _label(self, name: str, value: np.ndarray, where: str, k: int) -> np.ndarray:
@@ -203,7 +209,7 @@ class Set:
         if not periodic:
             arrays.pop("box", None)
         coord = arrays["coord"]
-        rows = 1 if len(coord.shape) == 1 else coord.shape[0]
+        rows = 1 if len(coord.shape) <= 1 else coord.shape[0]
         self.arrays = arrays
         self.kinds = {x: _width(x, a, rows, natoms) for x, a in arrays.items()}  # name -> numbers of a frame
         self.copies = self._copies(rows)

@@ -122,7 +122,10 @@ def _walk(root: str) -> list[str]:
 
 
 def _match_folder(root: str, patterns: list[str]) -> list[str]:
-    matches = {p for pattern in patterns for p in Path(root).rglob(pattern)}
+    try:
+        matches = {p for pattern in patterns for p in Path(root).rglob(pattern)}
+    except (NotImplementedError, ValueError) as error:  # "/abs"
+        raise UserError(f"rglob_patterns: {patterns} cannot be searched for below {root}: {error}") from None
     return sorted(str(p) for p in matches if (p / "type.raw").is_file() or (p.suffix in FILES and p.is_file()))
 
 
@@ -130,6 +133,8 @@ def _walk_h5(file: str, group: str, patterns: list[str] | None) -> list[str]:
     root = h5_file(file)
     if group not in root:
         raise UserError(f"systems: the HDF5 file {file} has no group {group!r}. It has {sorted(root)[:20]}")
+    if not isinstance(root[group], h5py.Group):
+        raise UserError(f"systems: {file}#{group} is {root[group]}. Expected a group")
     found: list[str] = []
 
     def visit(here: h5py.Group) -> None:

@@ -79,7 +79,9 @@ def fitted_bias(potential: Potential, systems: list[System], numb_batch: int = 0
         predicted = (result.energy for result in DeepPot(potential).evaluate(frames()))
     missing = -np.array(list(predicted))
     missing += energies
-    fit = fit_energy_bias(np.array(counts), missing, rcond=potential.config.fitting_net.rcond)
+    table = np.array(counts)
+    table[:, potential.config.atom_exclude_types] = 0
+    fit = fit_energy_bias(table, missing, rcond=potential.config.fitting_net.rcond)
     log.info("RMSE of energy per atom after linear regression is: %s in the unit of energy.", fit.rmse)
     old = potential.fitting.bias_atom_e.cpu().numpy()
     return fit.bias + (old if mode == "change" else 0.0)

@@ -25,8 +25,9 @@ YAML_SUFFIXES = (".yaml", ".yml")
 def read_tree(path: Path) -> dict:
     """The tree with numpy arrays in place of the variables."""
     tree = _read_yaml(path) if path.suffix in YAML_SUFFIXES else _read_hdf5(path)
-    if not isinstance(tree, dict) or "model" not in tree:
-        raise UserError(f"{path} is not a model file: its tree has no entry 'model'.")
+    model = tree.get("model") if isinstance(tree, dict) else None
+    if not isinstance(model, dict) or (model.get("type", "standard") == "standard" and "descriptor" not in model):
+        raise UserError(f"{path} is not a model file: its tree has no entry 'model' with a descriptor.")
     return tree
 
 

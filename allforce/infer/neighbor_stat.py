@@ -19,7 +19,7 @@ def neighbor_stat(
     system: str = ".", rcut: float = 6.0, type_map: Sequence[str] | None = None, mixed_type: bool = False
 ) -> tuple[float, np.ndarray]:
     """Log and return them: neighbours of each type, or, with mixed_type, of all types together."""
-    if rcut <= 0.0:
+    if not 0.0 < rcut < np.inf:
         raise UserError(f"neighbor-stat: rcut is {rcut}, expected a positive number (Å).")
     systems = select_systems(list(type_map) if type_map else None, system)
     log.info("Calculate neighbor statistics...")

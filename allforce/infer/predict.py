@@ -18,7 +18,7 @@ from allforce.errors import UserError
 from allforce.infer.model_file import load_model
 from allforce.infer.tree import precision
 from allforce.models.potential import Potential
-from allforce.neighbors import limit_to_sel, neighbor_list
+from allforce.neighbors import check_distances, limit_to_sel, neighbor_list
 
 log = logging.getLogger("deepmd.infer")
 
@@ -52,7 +52,7 @@ class DeepPot:
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.model.to(self.device)
         self.fitting = self.model.config.fitting_net
-        self.max_atoms = int(os.environ.get("DP_INFER_BATCH_SIZE", 1024))  # of a batch, frames × atoms
+        self.max_atoms = _max_atoms(os.environ.get("DP_INFER_BATCH_SIZE", "1024"))  # of a batch, frames × atoms
         self.dropped = 0  # neighbours beyond sel so far
         self._seen = _seen(self.model)
         self._lay_table(table)
@@ -225,7 +225,8 @@ class DeepPot:
         return collate(sorted_frames, pairs, self.get_ntypes()).to(self.device)
 
     def _pairs(self, frame: Frame) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        i, j, r = neighbor_list(frame.coord, frame.cell, self.model.rcut)
+        i, j, r = neighbor_list(frame.coord, frame.cell, self.model.rcut, where=frame.name)
+        check_distances(i, j, r, frame.name, frame.order)
         return self.limit(i, j, np.array(r), frame.type)
 
     def limit(
@@ -244,6 +245,12 @@ class DeepPot:
             )
         self.dropped += dropped
         return i, j, r
+
+
+def _max_atoms(text: str) -> int:
+    if not text.isdecimal():
+        raise UserError(f"The environment variable DP_INFER_BATCH_SIZE is {text!r}; expected a number of atoms.")
+    return int(text)
 
 
 def _seen(model: Potential) -> np.ndarray | None:

@@ -6,7 +6,6 @@ model/model.Default.<path>            tensors; a multi-task file has its task's 
 
 from __future__ import annotations
 
-import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -57,8 +56,8 @@ def read_pt(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors by their path below the model, and the model section."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # a file that is something else makes the unpickler fail in any way
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"{path} is not a readable PyTorch checkpoint of DeePMD-kit: {reason}") from None
     state = content.get("model", content) if isinstance(content, dict) else None
     if not isinstance(state, dict) or "_extra_state" not in state:

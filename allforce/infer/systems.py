@@ -30,10 +30,9 @@ def select_systems(
 def _listed(path: Path) -> list[str]:
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot be read ({error.strerror}). Expected a file with one system in each line."
-        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"{path}: cannot be read ({reason}). Expected a file with one system in each line.") from None
     if not any(lines):
         raise UserError(f"{path}: names no system. Expected one in each line.")
     return [line for line in lines if line]

@@ -20,7 +20,7 @@ from allforce.distributed.connect import agree, connect
 from allforce.distributed.launch import World, detect
 from allforce.distributed.shared import HostComm
 from allforce.distributed.spawn import report, run_local_workers, worker_count
-from allforce.errors import UserError
+from allforce.errors import UserError, file_problem
 from allforce.train import logs
 from allforce.train.logs import CollectHandler, log
 from allforce.train.start import Job, Options, prepare
@@ -135,6 +135,8 @@ def give_up(error: BaseException, comm: Comm, collector: CollectHandler | None) 
         comm.abort(130)
     if isinstance(error, UserError):
         text, code = f"dp train: error: rank {comm.rank} on {socket.gethostname()}: {error}", 2
+    elif isinstance(error, OSError) and error.filename is not None:
+        text, code = f"dp train: error: rank {comm.rank} on {socket.gethostname()}: {file_problem(error)}", 2
     else:
         import traceback
 

@@ -110,8 +110,11 @@ def prepare(input: Input, comm: Comm, options: Options, device: torch.device) ->
         for line in [line for d in (training, validation) if d is not None for line in d.summary()]:
             log.info(line)
         Path(options.output).write_text(json.dumps(complete, indent=4, ensure_ascii=False) + "\n")
+        (Path(input.training.save_dir or ".") / input.training.save_ckpt).parent.mkdir(parents=True, exist_ok=True)
 
     loss = Loss(input.loss, input.learning_rate.start_lr)
+    if not any(comm.gather(any(loss.learns_from(s.label_names) for s in training.systems))):
+        raise UserError("training/training_data: no system has a label (energy.npy, force.npy, …) that the loss uses.")
     schedule = Schedule(input.learning_rate, numb_steps, comm.size)
     loader = make_loader(
         training, make_sampler(training, seed, input.training.sharding, comm.rank), model, comm, device
@@ -275,6 +278,9 @@ def complete_model(
     """The model section with type_map and sel as they are used, and the smallest distance in the data if looked for."""
     if options.use_pretrain_script and source is not None:
         config = source.config
+    config = _with_type_map(config, training.type_map)
+    if source is not None:
+        _compare(config, source, strict=options.restart is not None)
     descriptor, nearest = config.descriptor, None
     sel = descriptor.sel
     if isinstance(sel, str) and source is not None:
@@ -293,7 +299,35 @@ def complete_model(
         if comm.rank == 0:
             _tell_neighbors(nearest, most, descriptor.rcut, sel)
     descriptor = descriptor.model_copy(update={"sel": list(sel)})
-    return config.model_copy(update={"descriptor": descriptor, "type_map": training.type_map}), nearest
+    return config.model_copy(update={"descriptor": descriptor}), nearest
+
+
+def _with_type_map(config: ModelConfig, type_map: list[str]) -> ModelConfig:
+    """The model section with the type_map that the data gave; what is given per type is held against it."""
+    config = config.model_copy(update={"type_map": type_map})
+    for key, what in config.problems():
+        raise UserError(f"model/{key}: {what} (types of the data: {', '.join(type_map)}).")
+    return config
+
+
+# what may differ from the model that a run begins with: it does not change what the same weights mean
+FREE = {"seed", "trainable", "precision", "type_map", "rcond", "set_davg_zero", "default_fparam", "preset_out_bias"}
+
+
+def _compare(config: ModelConfig, source: Source, strict: bool) -> None:
+    """Another cutoff, sel, activation, … than the weights were trained with: an error on restart, else a warning."""
+    for part in ("descriptor", "fitting_net", ""):
+        new, old = (getattr(c, part) if part else c for c in (config, source.config))
+        for key in type(new).model_fields:
+            mine, theirs = getattr(new, key), getattr(old, key)
+            free = key in FREE or key.startswith("data_") or (key == "sel" and isinstance(mine, str))
+            if free or key in ("descriptor", "fitting_net") or mine == theirs:
+                continue
+            where = "/".join(x for x in ("model", part, key) if x)
+            text = f"{where} is {mine}, but {source.name} was trained with {theirs}"
+            if strict:
+                raise UserError(f"{text}. A restart continues the same model: use that value, or --init-model.")
+            log.warning(text)
 
 
 def _tell_neighbors(nearest: float | None, most: np.ndarray, rcut: float, sel: list[int]) -> None:
@@ -339,6 +373,7 @@ def change_bias(model: Potential, loader: Loader, nbatch: int, comm: Comm, split
             rows.append([*batch.type_counts, error])
     ntypes = len(model.type_map)
     table = stats.gather_rows(np.array(rows, dtype=np.float64).reshape(-1, ntypes + 1), comm)
+    table[:, model.config.atom_exclude_types] = 0
     fit = stats.fit_energy_bias(table[:, :ntypes], table[:, ntypes])
     model.fitting.bias_atom_e += torch.from_numpy(fit.bias).to(model.fitting.bias_atom_e.device)
     if comm.rank == 0:

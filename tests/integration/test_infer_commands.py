@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -211,6 +212,13 @@ def test_not_periodic(folder: Path, dp: Command) -> None:
 
 
 def test_mistakes(folder: Path, dp: Command) -> None:
+    Path("junk.pt").write_bytes(b"junk\xff")
+    Path("junk.yaml").write_text("model: {}")
+    Path("folder.dp").mkdir()
+    shutil.copytree("data/a", "touching")
+    coord = np.load("touching/set.000/coord.npy")
+    coord[1, 3:6] = coord[1, :3]
+    np.save("touching/set.000/coord.npy", coord)
     for arguments, message in (
         (("test", "-m", "m.dp", "-s", "data/b", "-a"), "has no atom_ener.npy"),
         (("test", "-m", "nothing.dp", "-s", "data"), "no such model file"),
@@ -221,6 +229,17 @@ def test_mistakes(folder: Path, dp: Command) -> None:
         (("change-bias", "m.dp", "-s", "free"), "no energy labels"),
         (("show", "m.dp", "model-branch"), "no branches"),
         (("neighbor-stat", "-s", "data", "-r", "-1"), "rcut is -1"),
+        (("neighbor-stat", "-s", "data", "-r", "nan"), "rcut is nan"),
+        (("test", "-m", "m.dp", "-f", "junk.pt"), "not UTF-8"),
+        (("test", "-m", "junk.pt", "-s", "data"), "not a readable PyTorch checkpoint"),
+        (("test", "-m", "junk.yaml", "-s", "data"), "not a model file"),
+        (("freeze", "-c", "m.dp", "-o", "folder.dp"), "folder.dp: Is a directory"),
+        (("model-devi", "-m", "m.dp", "m.dp", "-s", "data/a", "-o", "nowhere/x"), "nowhere/x: No such file"),
+        (("eval-desc", "-m", "m.dp", "-s", "data/a", "-o", "junk.pt"), "junk.pt: File exists"),
+        (
+            ("test", "-m", "m.dp", "-s", "touching"),
+            "touching, frame 1: atoms 1 and 0 (counted from 0) are on one place",
+        ),
     ):
         lines = dp(*arguments, code=2)
         assert message in lines[-1] and "Traceback" not in "".join(lines)

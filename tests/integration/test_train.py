@@ -11,6 +11,7 @@ import torch
 from tiny import rows, write_data, write_input
 
 from allforce.cli import main
+from allforce.infer.model_file import load_model
 from allforce.train import checkpoint, logs
 
 
@@ -243,3 +244,57 @@ def test_mistakes_get_words(folder, capsys, monkeypatch):
     assert train(folder, training__tensorboard=True) == 2
     error = capsys.readouterr().err
     assert "tensorboard is not installed" in error and "Traceback" not in error
+
+
+def test_files_that_cannot_be_written_are_told_before_training(folder, capsys):
+    (folder / "file").write_text("")
+    for args, changes in (
+        (["-o", "no/such/out.json"], {}),
+        ([], {"training__disp_file": "no/such/l.out"}),
+        ([], {"training__save_dir": "file"}),
+    ):
+        assert train(folder, *args, **changes) == 2
+        error = capsys.readouterr().err
+        assert "Batch" not in error and "Traceback" not in error and "dp train: error: " in error
+
+
+def test_numbers_per_type_are_held_against_the_types_of_the_data(folder, capsys):
+    for key, value in (
+        ("descriptor__sel", [16]),
+        ("descriptor__exclude_types", [[0, 5]]),
+        ("pair_exclude_types", [[0, 5]]),
+        ("atom_exclude_types", [5]),
+        ("fitting_net__atom_ener", [1.0]),
+    ):
+        assert train(folder, model__type_map=None, **{f"model__{key}": value}) == 2
+        assert f"error: model/{key.replace('__', '/')}: {value}" in capsys.readouterr().err
+
+
+def test_systems_without_labels_teach_nothing(folder, capsys):
+    for label in ("energy", "force"):
+        (folder / "small" / "set.000" / f"{label}.npy").unlink()
+    assert train(folder, training__numb_steps=5) == 0
+    assert train(folder, training__training_data={"systems": "small"}) == 2
+    assert "no system has a label" in capsys.readouterr().err
+
+
+def test_a_restart_does_not_change_the_model(folder, capsys):
+    train(folder, training__numb_steps=2)
+    for key, value in (("rcut", 4.0), ("sel", [16, 24]), ("activation_function", "gelu")):
+        assert train(folder, "-r", "model.ckpt", **{f"model__descriptor__{key}": value}) == 2
+        assert f"model/descriptor/{key} is {value}" in capsys.readouterr().err
+    assert train(folder, "-i", "model.ckpt", model__descriptor__sel=[16, 24]) == 0
+    assert "WARNING model/descriptor/sel is [16, 24]" in capsys.readouterr().err
+
+
+def test_types_without_energy_take_no_part_in_the_bias(folder):
+    """All energy must go to type 0, after the training as before it."""
+    change = {"training__numb_steps": 2, "model__atom_exclude_types": [1]}
+    train(folder, **change)
+    before = weights(folder, 2)["model/fitting.bias_atom_e"]
+    train(folder, training__change_bias_after_training=True, **change)
+    after = weights(folder, 2)["model/fitting.bias_atom_e"]
+    assert after[1] == before[1] == 0.0 and after[0] != before[0]
+    main(["freeze", "-o", "model.dp"])
+    assert main(["change-bias", "model.dp", "-s", "small"]) == 0
+    assert load_model("model_updated.dp").fitting.bias_atom_e[1] == 0.0

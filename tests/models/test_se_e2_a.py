@@ -48,6 +48,10 @@ class TestSilu(ModelSuite):
     make = staticmethod(lambda: small_model({"activation_function": "silu"}, {"activation_function": "softplus"}))
 
 
+class TestLinearFitting(ModelSuite):
+    make = staticmethod(lambda: small_model(fitting={"neuron": []}))
+
+
 class TestGelu(ModelSuite):
     make = staticmethod(lambda: small_model({"activation_function": "gelu"}, {"activation_function": "sigmoid"}))
 
