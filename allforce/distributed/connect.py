@@ -16,10 +16,9 @@ from .launch import World
 from .mpi_comm import LAUNCHERS as MPI_LAUNCHERS
 from .mpi_comm import MpiComm, NoMpi, load_mpi
 from .rendezvous import no_contact, time_limit
-from .shared import HostComm
+from .shared import ORDERED, HostComm
 from .torch_comm import TorchComm
 
-NO_SHARED = "ALLFORCE_SHARED_MEMORY"  # 0: gradients go through the engine on one host, too
 ENGINES = ("auto", "torch", "mpi", "horovod", "serial")
 
 
@@ -37,9 +36,13 @@ def connect(world: World, engine: str = "auto", device: torch.device | str = "cp
         )
     comm = START[choose(world, device) if engine == "auto" else engine](world, device, limit)
     check(world, comm, device)
-    if world.one_host and device.type == "cpu" and comm.engine != "horovod" and os.environ.get(NO_SHARED) != "0":
-        return HostComm(comm)
-    return comm
+    return HostComm(comm) if shares_memory(world, comm, device) else comm
+
+
+def shares_memory(world: World, comm: Comm, device: torch.device) -> bool:
+    """Gradients of one host's CPU workers are added up in shared memory; who asked for Horovod gets Horovod."""
+    wanted = comm.engine != "horovod" and os.environ.get("ALLFORCE_SHARED_MEMORY") != "0"
+    return wanted and ORDERED and world.one_host and device.type == "cpu"
 
 
 def choose(world: World, device: torch.device) -> str:

@@ -209,14 +209,14 @@ def _lost(roll: list[dict[str, Any]], rank: int, what: str, error: BaseException
     """Name the workers of this host that have ended; of other hosts only the connection is known."""
     time.sleep(0.5)  # a dying process closes its sockets before it is gone
     here = roll[rank]["host"]
-    gone = [r for r, e in enumerate(roll) if e["host"] == here and r != rank and not _alive(e["pid"])]
+    gone = [r for r, e in enumerate(roll) if e["host"] == here and r != rank and not alive(e["pid"])]
     named = ", ".join(f"rank {r} (process {roll[r]['pid']} on {here})" for r in gone)
     who = f"{named} has ended" if gone else "a worker has ended or cannot be reached"
     first = str(error).splitlines()[0]
     return f"rank {rank} lost contact during {what}: {who}. Its own output says why. ({first})"
 
 
-def _alive(pid: int) -> bool:
+def alive(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
