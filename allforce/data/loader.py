@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +21,7 @@ from allforce.neighbors import check_distances, limit_to_sel, neighbor_list
 
 log = logging.getLogger("deepmd.data")
 
+Kept = TypeVar("Kept")
 Pairs = tuple[np.ndarray, np.ndarray, np.ndarray]  # i (E,), j (E,), r (E, 3) of one frame, sorted by i
 
 
@@ -52,7 +55,7 @@ class Loader:
         self.seen = _seen(pair_exclude, self.ntypes)
         self.dropped = 0  # neighbours beyond sel so far
         self._check_parameters()
-        self._cache: OrderedDict[tuple[int, int], tuple[Frame, Pairs]] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, int, int], Any] = OrderedDict()
         self._free = cache_bytes
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
@@ -65,26 +68,32 @@ class Loader:
         return self.make(self.sampler.micro_batch(m))
 
     def make(self, members: list[tuple[int, int]]) -> Batch:
-        """The batch of these (system, frame) pairs."""
-        parts = [self.frame(i, k) for i, k in members]
-        systems = self.dataset.systems
-        name = ", ".join(f"{systems[i].name} frame {k}" for i, k in members)
-        batch = collate([f for f, _ in parts], [e for _, e in parts], self.ntypes, name)
+        """The batch of these (system, frame) pairs; a batch of one frame is kept as it is."""
+        if len(members) == 1:
+            batch = self._kept(("batch", *members[0]), lambda: self._join(members, [self._prepare(*members[0])]))
+        else:
+            batch = self._join(members, [self.frame(i, k) for i, k in members])
         return batch if self.device.type == "cpu" else batch.pin_memory().to(self.device)
+
+    def _join(self, members: list[tuple[int, int]], parts: list[tuple[Frame, Pairs]]) -> Batch:
+        name = ", ".join(f"{self.dataset.systems[i].name} frame {k}" for i, k in members)
+        return collate([f for f, _ in parts], [e for _, e in parts], self.ntypes, name)
 
     def frame(self, i: int, k: int) -> tuple[Frame, Pairs]:
         """Frame k of system i, sorted by type, with its neighbour pairs."""
+        return self._kept(("frame", i, k), lambda: self._prepare(i, k))
+
+    def _kept(self, key: tuple[str, int, int], make: Callable[[], Kept]) -> Kept:
+        """From memory, or made and kept; the least recently used make room."""
         with self._lock:
-            known = self._cache.get((i, k))
-            if known is not None:
-                self._cache.move_to_end((i, k))
-                return known
-        made = self._prepare(i, k)
-        size = _bytes(made)
+            if key in self._cache:
+                self._cache.move_to_end(key)
+                return self._cache[key]
+        made = make()
         with self._lock:
-            if (i, k) not in self._cache:
-                self._cache[i, k] = made
-                self._free -= size
+            if key not in self._cache:
+                self._cache[key] = made
+                self._free -= _bytes(made)
             while self._free < 0:
                 _, old = self._cache.popitem(last=False)
                 self._free += _bytes(old)
@@ -176,9 +185,14 @@ def _seen(pair_exclude: list | None, ntypes: int) -> np.ndarray | None:
     return seen
 
 
-def _bytes(item: tuple[Frame, Pairs]) -> int:
-    frame, pairs = item
-    arrays = [frame.coord, frame.type, *frame.labels.values(), *pairs]
+def _bytes(item: Any) -> int:
+    """Of a batch, or of a frame with its pairs."""
+    if isinstance(item, Batch):
+        edges = item.edges
+        arrays: list = [item.coord, item.type, item.frame, item.order, *item.labels.values(), edges.i, edges.j, edges.r]
+    else:
+        frame, pairs = item
+        arrays = [frame.coord, frame.type, *frame.labels.values(), *pairs]
     return 2000 + sum(a.nbytes for a in arrays)  # the constant stands for the objects themselves
 
 
