@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from argparse import ArgumentParser, Namespace
 
@@ -32,6 +33,8 @@ def train(args: Namespace) -> int:
 def scaling_test(args: Namespace) -> None:
     from allforce.train.scaling import scaling_test
 
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", args.workers):
+        raise UserError(f"--workers {args.workers} should be numbers of workers with commas between, such as 1,2,4.")
     scaling_test(args.INPUT, [int(w) for w in args.workers.split(",")], args.steps, args.output, args.engine)
 
 
@@ -167,7 +170,6 @@ def _train(commands) -> None:
         "--use-pretrain-script", action="store_true", help="take the model section from the model to begin with"
     )
     p.add_argument("--model-branch", default="", help="accepted empty only: models have one branch")
-    p.add_argument("--force-load", action="store_true", help=argparse.SUPPRESS)
 
 
 MPI_LOG_HELP = (

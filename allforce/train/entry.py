@@ -19,7 +19,7 @@ from allforce.distributed.comm import Comm
 from allforce.distributed.connect import agree, connect
 from allforce.distributed.launch import World, detect
 from allforce.distributed.shared import HostComm
-from allforce.distributed.spawn import report, run_local_workers, worker_count
+from allforce.distributed.spawn import MARK, report, run_local_workers, worker_count
 from allforce.errors import UserError, file_problem
 from allforce.train import logs
 from allforce.train.logs import CollectHandler, log
@@ -29,6 +29,10 @@ from allforce.train.trainer import Trainer
 
 def train(args: Namespace) -> int:
     """Start workers of our own, or be one of those a launcher started, or train alone."""
+    if args.use_pretrain_script and not (args.init_model or args.init_frz_model or args.finetune):
+        raise UserError(
+            "--use-pretrain-script needs a model to begin with: --finetune, --init-model, --init-frz-model."
+        )
     if args.workers is not None and (worker_count(args.workers) > 1 or detect().size > 1):
         return run_local_workers(args.workers, [sys.executable, "-m", "allforce", *without_workers(args.argv)])
     world = detect()
@@ -106,7 +110,7 @@ def summary_rows(
         ("num_intra_threads", f"{threads.intra} ({threads.source})"),
         ("num_inter_threads", str(threads.inter)),
         ("engine", comm.engine + (", gradients in shared memory" if shared else "")),
-        ("launcher", world.launcher),
+        ("launcher", "none (--workers)" if MARK in os.environ else world.launcher),
         ("sharding", config.sharding),
         ("global batch", f"{frames} frames a step ({how})"),
         ("learning rate", f"{schedule.start:.2e} x {schedule.factor:g} ({job.input.learning_rate.scale_by_worker})"),

@@ -91,3 +91,16 @@ def test_workers_are_started_without_the_flag():
 def test_a_branch_is_refused(line, capsys):
     assert cli.main(line.split()) == 2
     assert "no branches" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("scaling-test in.json --workers a", "1,2,4"),
+        ("scaling-test in.json --workers 0,2", "1,2,4"),
+        ("train in.json --use-pretrain-script", "--finetune"),
+    ],
+)
+def test_flags_that_do_not_fit(line, words, capsys):
+    assert cli.main(line.split()) == 2
+    assert words in capsys.readouterr().err
