@@ -30,9 +30,7 @@ from allforce.train.trainer import Trainer
 def train(args: Namespace) -> int:
     """Start workers of our own, or be one of those a launcher started, or train alone."""
     if args.use_pretrain_script and not (args.init_model or args.init_frz_model or args.finetune):
-        raise UserError(
-            "--use-pretrain-script needs a model: --finetune, --init-model or --init-frz-model."
-        )
+        raise UserError("--use-pretrain-script needs a model: --finetune, --init-model or --init-frz-model.")
     if args.workers is not None and (worker_count(args.workers) > 1 or detect().size > 1):
         return run_local_workers(args.workers, [sys.executable, "-m", "allforce", *without_workers(args.argv)])
     world = detect()
