@@ -5,7 +5,7 @@
 #
 # ALLFORCE_PEER_TF and ALLFORCE_PEER_PT name existing environments to use instead (a link is made).
 # The PyTorch side is several GB because DeePMD-kit's compiled parts need exactly this release of torch, whose build on the
-# package index carries CUDA; set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu for the small CPU build.
+# package index carries CUDA.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 version=3.2.0
