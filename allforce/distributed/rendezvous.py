@@ -62,12 +62,17 @@ def no_contact(world: World, why: str) -> UserError:
     )
 
 
+def latecomers(limit: float) -> float:
+    """Seconds after which a rank that others of its host or store wait for has died; a longer limit is respected."""
+    return min(limit, LATECOMERS) if limit <= 60.0 else limit
+
+
 def open_store(world: World, limit: float, announce: Announce | None = None) -> tuple[dist.Store, str]:
     """The store of this job, and the address at which this rank reached it ("" where it is its own).
 
     `announce` (MPI) is used when nothing else leads to rank 0.
     """
-    deadline = time.monotonic() + limit
+    deadline = time.monotonic() + (latecomers(limit) if world.meeting == "local" else limit)
     kind, _, place = world.meeting.partition("://")
     if kind in ("agent", "tcp"):
         host, _, port = place.rpartition(":")
@@ -224,7 +229,7 @@ def call_the_roll(world: World, store: dist.Store, entry: dict[str, Any], limit:
         )
     store.set(f"roll/{world.rank}", json.dumps(entry | {"size": world.size}))
     keys = [f"roll/{rank}" for rank in range(world.size)]
-    deadline = time.monotonic() + min(limit, LATECOMERS)
+    deadline = time.monotonic() + latecomers(limit)
     while not store.check(keys):
         if time.monotonic() > deadline:
             missing = [rank for rank in range(world.size) if not store.check([keys[rank]])]
