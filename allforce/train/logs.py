@@ -109,6 +109,8 @@ def setup(
 
 
 def close() -> None:
+    """Undo setup()."""
+    ROOT.propagate = True
     for handler in list(ROOT.handlers):
         ROOT.removeHandler(handler)
         handler.close()

@@ -7,7 +7,14 @@ import pytest
 
 from allforce import __version__, cli
 from allforce.errors import UserError
+from allforce.train import logs
 from allforce.train.entry import without_workers
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    yield
+    logs.close()
 
 
 def test_no_command_is_help(capsys):
