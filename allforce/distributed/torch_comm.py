@@ -117,12 +117,17 @@ class TorchComm(OwnMemory):
         os._exit(code)
 
     def close(self) -> None:
-        if self.watch is None:  # a part made by split(); the whole closes the connections
-            return
-        self.watch.stop()
-        self.barrier()
-        dist.destroy_process_group()
-        self.watch = None
+        """The last call, once, and of a part made by split() before the whole.
+
+        A group joins its threads when the last reference to it is gone. A thread that still lets go of a tensor while
+        Python shuts down would end the process with "terminate called without an active exception".
+        """
+        if self.watch is not None:  # the whole
+            self.watch.stop()
+            self.barrier()
+        group = self.group
+        del self.group
+        dist.destroy_process_group(group)
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
