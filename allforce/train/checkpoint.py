@@ -29,7 +29,9 @@ NEWEST = "checkpoint"  # the text file that names the newest one
 
 @dataclass
 class Checkpoint:
-    """`meta` has step, model (the normalised model section with sel as numbers), and what else the trainer put in."""
+    """`meta` has step, run (its name, kept by a restart), model (the normalised model section with sel as numbers), and
+    what else the trainer put in.
+    """
 
     tensors: dict[str, Tensor]
     meta: dict[str, Any]
@@ -119,8 +121,24 @@ def numbered(prefix: Path) -> list[tuple[int, Path]]:
     return sorted((int(m[1]), prefix.parent / m[0]) for m in map(pattern.fullmatch, names) if m)
 
 
+def of_run(prefix: Path, run: str | None, step: int) -> list[Path]:
+    """Checkpoints of a prefix that this run wrote up to a step, the newest last; what others left there is not among
+    them, nor are later steps, which a restart from an earlier one leaves behind.
+    """
+    return [p for s, p in numbered(prefix) if s <= step and run is not None and _run(p) == run]
+
+
+def _run(path: Path) -> str | None:
+    """The run that wrote a file, None when the file does not tell."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return json.loads((file.metadata() or {}).get("allforce", "{}")).get("run")
+    except (SafetensorError, OSError):
+        return None
+
+
 def save(prefix: Path, checkpoint: Checkpoint, keep: int) -> Path:
-    """Write <prefix>-<step>, point the link and `checkpoint` at it, remove the oldest beyond `keep`."""
+    """Write <prefix>-<step>, point the link and `checkpoint` at it, remove the run's oldest beyond `keep`."""
     path = prefix.with_name(f"{prefix.name}-{checkpoint.step}{SUFFIX}")
     write(path, checkpoint)
     link = prefix.with_name(prefix.name + SUFFIX)
@@ -130,9 +148,7 @@ def save(prefix: Path, checkpoint: Checkpoint, keep: int) -> Path:
     os.replace(temporary, link)
     for folder in {Path.cwd(), prefix.parent.absolute()}:  # where `dp freeze` and `dp train --restart .` look
         _write_text(folder / NEWEST, os.path.relpath(path, folder))
-    # files of later steps belong to another run in the same place: not ours to remove
-    ours = [p for step, p in numbered(prefix) if step <= checkpoint.step]
-    for old in ours[: -max(keep, 1)]:
+    for old in of_run(prefix, checkpoint.meta.get("run"), checkpoint.step)[: -max(keep, 1)]:
         old.unlink(missing_ok=True)
     return path
 

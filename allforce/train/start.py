@@ -68,6 +68,7 @@ class Job:
     validation: Loader | None
     numb_steps: int
     seed: int
+    run: str
     restarted: bool
     comm: Comm
 
@@ -93,7 +94,8 @@ class Job:
 
     def meta(self) -> dict[str, Any]:
         """What a checkpoint says besides its tensors."""
-        return {"seed": self.seed, "table_nodes": table_nodes(self.state.model), "input": normalised(self.input)}
+        nodes = table_nodes(self.state.model)
+        return {"run": self.run, "seed": self.seed, "table_nodes": nodes, "input": normalised(self.input)}
 
 
 def prepare(input: Input, comm: Comm, options: Options, device: torch.device) -> Job:
@@ -134,8 +136,8 @@ def prepare(input: Input, comm: Comm, options: Options, device: torch.device) ->
     held_out = None
     if validation is not None:
         held_out = make_loader(validation, Sampler(validation, seed ^ VALIDATION), model, comm, device)
-    restarted = options.restart is not None
-    return Job(input, state, loss, schedule, loader, held_out, numb_steps, seed, restarted, comm)
+    run, restarted = run_name(source), options.restart is not None
+    return Job(input, state, loss, schedule, loader, held_out, numb_steps, seed, run, restarted, comm)
 
 
 # ---- where the run begins
@@ -190,6 +192,12 @@ def _resumable(name: str) -> Checkpoint:
             "Begin a new one with its weights: --init-model."
         )
     return checkpoint.read(path)
+
+
+def run_name(source: Source | None) -> str:
+    """By which a run knows its checkpoints: that of the run that is continued, else a new one. Rank 0 alone saves."""
+    saved = source.checkpoint if source is not None else None
+    return (saved.meta.get("run") if saved is not None else None) or secrets.token_hex(8)
 
 
 def shared_seed(seed: int | list[int] | None, source: Source | None, comm: Comm) -> int:

@@ -98,6 +98,23 @@ def test_restart_finds_its_checkpoint(folder, source, capsys):
     assert "Continue at step 10 of 11." in capsys.readouterr().err
 
 
+def test_a_run_counts_and_removes_its_own_checkpoints_only(folder):
+    """Those it wrote itself and those of the run that it continues, not what others left in the same place."""
+    few = {"training__save_freq": 2, "training__max_ckpt_keep": 2}
+
+    def steps():
+        return [step for step, _ in checkpoint.numbered(folder / "model.ckpt")]
+
+    train(folder, training__numb_steps=5, training__save_freq=5)
+    foreign = weights(folder, 5)
+    train(folder, training__numb_steps=12, training__seed=3, **few)
+    assert steps() == [5, 10, 12]
+    train(folder, "--restart", "model.ckpt-12", training__numb_steps=14, **few)
+    assert steps() == [5, 12, 14]
+    train(folder, "--init-model", "model.ckpt-14", training__numb_steps=8, **few)
+    assert steps() == [5, 6, 8, 12, 14] and same(weights(folder, 5), foreign)
+
+
 def test_init_model_takes_the_weights_and_begins_at_0(folder):
     train(folder)
     scratch = rows(folder)[0].split()

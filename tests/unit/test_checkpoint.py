@@ -10,10 +10,10 @@ from allforce.train import checkpoint
 from allforce.train.checkpoint import Checkpoint
 
 
-def make(step: int) -> Checkpoint:
+def make(step: int, run: str = "ours") -> Checkpoint:
     flat = torch.arange(6.0, dtype=torch.float64)
     tensors = {"model/a": flat[:2].view(1, 2), "model/b": flat[2:], "optimizer/exp_avg/a": torch.ones(1, 2)}
-    return Checkpoint(tensors, {"step": step, "model": {"type_map": ["O"]}})
+    return Checkpoint(tensors, {"step": step, "run": run, "model": {"type_map": ["O"]}})
 
 
 def test_written_and_read_whole(tmp_path, monkeypatch):
@@ -49,12 +49,31 @@ def test_other_folder_is_named_from_here_and_there(tmp_path, monkeypatch):
     assert checkpoint.find(".").samefile(checkpoint.find("deep"))
 
 
-def test_oldest_are_removed_and_later_ones_left(tmp_path, monkeypatch):
+def steps(prefix):
+    return [step for step, _ in checkpoint.numbered(prefix)]
+
+
+def test_oldest_are_removed_and_those_of_other_runs_left(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    checkpoint.write(tmp_path / "m-900.safetensors", make(900))  # of another run
-    for step in range(1, 6):
+    for step in (1, 2, 900):
+        checkpoint.write(tmp_path / f"m-{step}.safetensors", make(step, "theirs"))
+    nameless = make(3)
+    del nameless.meta["run"]
+    checkpoint.write(tmp_path / "m-3.safetensors", nameless)
+    (tmp_path / "m-4.safetensors").write_bytes(b"cut off")
+    for step in range(10, 15):
         checkpoint.save(tmp_path / "m", make(step), keep=2)
-    assert [step for step, _ in checkpoint.numbered(tmp_path / "m")] == [4, 5, 900]
+    assert steps(tmp_path / "m") == [1, 2, 3, 4, 13, 14, 900]
+
+
+def test_later_steps_of_the_run_are_left_until_it_is_there_again(tmp_path, monkeypatch):
+    """A restart from 10 when 20 and 30 had been written."""
+    monkeypatch.chdir(tmp_path)
+    for step in (10, 20, 30, 15):
+        checkpoint.save(tmp_path / "m", make(step), keep=3)
+    assert steps(tmp_path / "m") == [10, 15, 20, 30]
+    checkpoint.save(tmp_path / "m", make(40), keep=3)
+    assert steps(tmp_path / "m") == [20, 30, 40]
 
 
 def test_truncated_and_foreign_files_are_refused(tmp_path):
