@@ -169,6 +169,11 @@ class DeepmdSystem(System):
 
         if self.mixed:
             types = self._map(s.row("real_atom_types", k_set).ravel().astype(np.int64), f", frame {k}")
+            if (types < 0).all():
+                raise UserError(
+                    f"{s.name}: real_atom_types.npy of frame {k_set} has virtual atoms (-1) only. "
+                    "Expected at least one atom: remove the frame or mend its types"
+                )
         else:
             types = self.model_types
         labels = {name: self._label(name, read(name), s.name, k_set) for name in self.label_names}
@@ -211,7 +216,8 @@ class Set:
         coord = arrays["coord"]
         rows = 1 if len(coord.shape) <= 1 else coord.shape[0]
         self.arrays = arrays
-        self.kinds = {x: _width(x, a, rows, natoms) for x, a in arrays.items()}  # name -> numbers of a frame
+        names = sorted(arrays, key=lambda x: (x != "coord", x))  # the others' complaints would follow from coord's
+        self.kinds = {x: _width(x, arrays[x], rows, natoms) for x in names}  # name -> numbers of a frame
         self.copies = self._copies(rows)
         self.nframes = rows if self.copies is None else len(self.copies)
 
@@ -252,6 +258,8 @@ def _width(name: str, array: DiskArray, rows: int, natoms: int) -> int:
     }.get(name, [each * natoms if per_atom else each])
     if found != rows or width not in allowed:
         expected = " or ".join(f"({rows}, {w})" for w in allowed)
-        note = f"{rows} frames as in coord.npy" if name != "coord" else f"3 × {natoms} atoms of type.raw"
+        note = f"{rows} frames as in coord.npy"
+        if name == "coord":
+            note = f"coord.npy has {width / 3:g} atoms in a frame, type.raw has {natoms}. Mend the one that is wrong"
         raise UserError(f"{array.where}: has shape {shape}, expected {expected}: {note}")
     return width

@@ -295,6 +295,17 @@ def test_systems_without_labels_teach_nothing(folder, capsys):
     assert "no system has a label" in capsys.readouterr().err
 
 
+def test_a_frame_without_atoms_is_an_error_of_the_data(folder, capsys):
+    types = np.tile([0, 1, 1, 0, -1], (40, 1))
+    np.save(folder / "small" / "set.000" / "real_atom_types.npy", types)
+    assert train(folder, training__numb_steps=1) == 0
+    types[7] = -1
+    np.save(folder / "small" / "set.000" / "real_atom_types.npy", types)
+    for args in ([], ["--skip-neighbor-stat"]):
+        assert train(folder, *args) == 2
+        assert "error: small/set.000: real_atom_types.npy of frame 7 has" in capsys.readouterr().err
+
+
 def test_a_restart_does_not_change_the_model(folder, capsys):
     train(folder, training__numb_steps=2)
     for key, value in (("rcut", 4.0), ("sel", [16, 24]), ("activation_function", "gelu")):

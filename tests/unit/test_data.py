@@ -125,6 +125,14 @@ def test_mixed_type(tmp_path):
         open_one(tmp_path, ["C", "H", "O"]).frame(0)
 
 
+def test_a_frame_of_virtual_atoms_alone(tmp_path):
+    given = [arrays(2) | {"real_atom_types": np.array([[0, 1, -1], last])} for last in ([0, 1, 1], [-1, -1, -1])]
+    s = open_one(write_npy(tmp_path, given))
+    assert s.frame(2).type.tolist() == [0, 1, -1]
+    with pytest.raises(UserError, match=r"set.001: real_atom_types.npy of frame 1 has virtual atoms \(-1\) only"):
+        s.frame(3)
+
+
 # ---- type maps
 
 
@@ -199,6 +207,7 @@ def break_file(path, how):
     spoil = {
         "no type.raw in set": lambda: (path / "type.raw").write_text(""),
         "words in type.raw": lambda: (path / "type.raw").write_text("O H H"),
+        "atoms of type.raw": lambda: (path / "type.raw").write_text("0 1"),
         "coord width": lambda: np.save(here / "coord.npy", big["coord"][:, :8]),
         "force width": lambda: np.save(here / "force.npy", big["force"][:, :6]),
         "energy rows": lambda: np.save(here / "energy.npy", np.zeros(3)),
@@ -225,7 +234,8 @@ def break_file(path, how):
     [
         ("no type.raw in set", "type.raw: is empty"),
         ("words in type.raw", "type.raw: expected whole numbers.*'O'"),
-        ("coord width", r"coord.npy: has shape \(2, 8\), expected \(2, 9\): 3 × 3 atoms"),
+        ("atoms of type.raw", r"coord.npy: has shape \(2, 9\), .* coord.npy has 3 atoms in a frame, type.raw has 2"),
+        ("coord width", r"coord.npy: has shape \(2, 8\), expected \(2, 9\): .* type.raw has 3"),
         ("force width", r"set.000/force.npy: has shape \(2, 6\), expected \(2, 9\)"),
         ("energy rows", r"energy.npy: has shape \(3,\), expected \(2, 1\): 2 frames as in coord.npy"),
         ("virial width", r"virial.npy: has shape \(2, 6\), expected \(2, 9\)"),
