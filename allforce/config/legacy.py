@@ -1,12 +1,13 @@
 """Inputs of DeePMD-kit 0.x and 1.x, and keys that have moved since, brought to the current form.
 
-Values are moved, never judged: what is wrong in them is found later, by the schema, under the current path.
+Values are moved, never judged: what is wrong in them is found later, by the schema, under the current path. Only a
+key that is given in its old and its current place with different values is told from here, as a `Clash`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from allforce.config.schema import Training
 from allforce.config.section import aliases
@@ -51,22 +52,34 @@ OPTIMIZER_KEYS = (
 )
 
 
-def modernise(data: Data) -> tuple[Data, list[str]]:
-    """The same input in the current form, and notes of what was changed. The data given are left as they are."""
+class Clash(NamedTuple):
+    """A key in its old and in its current place, with different values."""
+
+    old_path: str
+    old_value: Any
+    path: str
+    value: Any
+
+
+def modernise(data: Data) -> tuple[Data, list[str], list[Clash]]:
+    """The same input in the current form, notes of what was changed, and keys that contradict themselves.
+
+    The data given are left as they are.
+    """
     notes: list[str] = []
     if is_v0(data):
         data = _from_v0(data, notes)
     if not isinstance(data.get("training"), dict):
-        return data, notes
+        return data, notes, []
     data = {name: dict(value) if isinstance(value, dict) else value for name, value in data.items()}
     if "systems" in data["training"] and "training_data" not in data["training"]:
         _from_v1(data, notes)
     if "numb_test" in data["training"]:
         del data["training"]["numb_test"]
         notes.append("training/numb_test has no effect since DeePMD-kit 2; use training/validation_data/numb_btch")
-    _move(data, "learning_rate", {key: key for key in WARMUP_KEYS}, notes)
-    _move(data, "optimizer", {"opt_type": "type", **{key: key for key in OPTIMIZER_KEYS}}, notes)
-    return data, notes
+    clashes = _move(data, "learning_rate", {key: key for key in WARMUP_KEYS}, notes)
+    clashes += _move(data, "optimizer", {"opt_type": "type", **{key: key for key in OPTIMIZER_KEYS}}, notes)
+    return data, notes, clashes
 
 
 def is_v0(data: Data) -> bool:
@@ -125,10 +138,21 @@ def _decay_rate_to_stop_lr(rate: Data, training: Data) -> None:
         rate["stop_lr"] = start * math.exp(math.log(decay) * steps / every)
 
 
-def _move(data: Data, section: str, names: dict[str, str], notes: list[str]) -> None:
-    """Keys that used to be under training and are now in a section of their own."""
+def _move(data: Data, section: str, names: dict[str, str], notes: list[str]) -> list[Clash]:
+    """Keys that used to be under training and are now in a section of their own, where a value given there stays."""
     moved = {key: data["training"].pop(key) for key in names if key in data["training"]}
     if not moved or not isinstance(data.setdefault(section, {}), dict):
-        return
-    data[section] |= {names[key]: value for key, value in moved.items()}
+        return []
     notes.append(f"{', '.join(moved)} belong under {section} now, no longer under training")
+    given = data[section]
+    data[section] = {names[key]: value for key, value in moved.items()} | given
+    return [
+        Clash(f"training/{key}", value, f"{section}/{names[key]}", given[names[key]])
+        for key, value in moved.items()
+        if names[key] in given and not _same(value, given[names[key]])
+    ]
+
+
+def _same(a: Any, b: Any) -> bool:
+    """50 is 50.0, but true is not 1: the schema takes the one and refuses the other."""
+    return bool(a == b) and isinstance(a, bool) == isinstance(b, bool)

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from allforce.config import unsupported
-from allforce.config.legacy import V0_KEYS, is_v0, modernise
+from allforce.config.legacy import V0_KEYS, Clash, is_v0, modernise
 from allforce.config.read import read_file
 from allforce.config.schema import Input
 from allforce.config.section import Section, aliases, expected, is_own, quoted, sections, walk
@@ -41,8 +41,8 @@ def load_input(path: str | Path) -> Input:
 def parse_input(data: dict[str, Any], name: str = "input") -> Input:
     """Check an input that is already in memory; `name` is how messages call it."""
     v0 = is_v0(data)
-    data, notes = modernise(data)
-    mistakes: list[Mistake] = []
+    data, notes, clashes = modernise(data)
+    mistakes = [_clash(clash) for clash in clashes]
     clean = _tidy(Input, data, "", mistakes, V0_KEYS if v0 else {})
     result = None
     try:
@@ -54,6 +54,11 @@ def parse_input(data: dict[str, Any], name: str = "input") -> Input:
     for note in notes:
         log.warning("%s: %s", name, note)
     return result
+
+
+def _clash(clash: Clash) -> Mistake:
+    text = f"found {_show(clash.old_value)}, but {clash.path}, where this key is now, has {_show(clash.value)}"
+    return Mistake(clash.old_path, f"{text}; remove {clash.old_path} and keep the value you want in {clash.path}")
 
 
 def normalised(section: Section) -> dict[str, Any]:

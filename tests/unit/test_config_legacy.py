@@ -1,7 +1,11 @@
 """Inputs of DeePMD-kit 0.x and 1.x, and keys that have moved."""
 
+import json
 import logging
 import math
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -164,6 +168,62 @@ def test_moved_keys() -> None:
     assert config.optimizer.type == "AdamW"
     assert (config.optimizer.weight_decay, config.optimizer.adam_beta1) == (0.01, 0.8)
     assert config.learning_rate.warmup_steps == 50
+
+
+PLACES = [
+    ("warmup_steps", "learning_rate", "warmup_steps", 50, 60),
+    ("warmup_ratio", "learning_rate", "warmup_ratio", 0.1, 0.2),
+    ("warmup_start_factor", "learning_rate", "warmup_start_factor", 0.5, 0.25),
+    ("opt_type", "optimizer", "type", "AdamW", "Adam"),
+    ("weight_decay", "optimizer", "weight_decay", 0.01, 0.02),
+    ("adam_beta1", "optimizer", "adam_beta1", 0.8, 0.7),
+    ("adam_beta2", "optimizer", "adam_beta2", 0.99, 0.98),
+]
+
+
+def twice(old: str, value: Any, section: str, new: str, other: Any) -> dict[str, Any]:
+    """The input of version 1 with a key under training and in its current section."""
+    training = {**V1["training"], old: value}
+    return without(V1, training=training, **{section: {**V1.get(section, {}), new: other}})
+
+
+@pytest.mark.parametrize(("old", "section", "new", "value", "other"), PLACES)
+def test_a_moved_key_in_both_places(old: str, section: str, new: str, value: Any, other: Any) -> None:
+    """Equal values are one; different ones are a mistake that names both."""
+    config = parse_input(twice(old, value, section, new, value))
+    assert getattr(getattr(config, section), new) == value
+    with pytest.raises(UserError) as info:
+        parse_input(twice(old, value, section, new, other), "both.json")
+    a, b = json.dumps(value), json.dumps(other)
+    words = f"both.json: training/{old}: found {a}, but {section}/{new}, where this key is now, has {b}; remove"
+    assert words in str(info.value)
+
+
+def test_both_places_with_values_that_look_alike() -> None:
+    """50.0 is 50, true is not 1."""
+    config = parse_input(twice("warmup_steps", 50.0, "learning_rate", "warmup_steps", 50))
+    assert config.learning_rate.warmup_steps == 50
+    with pytest.raises(UserError, match="training/warmup_steps: found true, but learning_rate/warmup_steps, .* has 1;"):
+        parse_input(twice("warmup_steps", True, "learning_rate", "warmup_steps", 1))
+
+
+def test_both_places_are_told_with_the_other_mistakes(tmp_path: Path) -> None:
+    data = twice("warmup_steps", 50, "learning_rate", "warmup_steps", -1)
+    path = tmp_path / "input.json"
+    path.write_text(json.dumps(data))
+    ended = subprocess.run([sys.executable, "-m", "allforce", "train", path], capture_output=True, text=True)
+    text = ended.stderr
+    assert ended.returncode == 2 and "2 mistakes" in text and "Traceback" not in text
+    assert "- training/warmup_steps: found 50, but learning_rate/warmup_steps" in text
+    assert "- learning_rate/warmup_steps: found -1; expected an integer" in text
+
+
+def test_the_current_place_has_no_clash_with_other_old_keys() -> None:
+    """Keys of one section may be spread over both places."""
+    data = twice("opt_type", "AdamW", "optimizer", "weight_decay", 0.02)
+    config = parse_input(data)
+    assert (config.optimizer.type, config.optimizer.weight_decay) == ("AdamW", 0.02)
+    assert data["training"]["opt_type"] == "AdamW" and data["optimizer"] == {"weight_decay": 0.02}  # left alone
 
 
 def test_decay_rate_stays_in_the_current_form() -> None:
