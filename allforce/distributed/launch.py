@@ -71,6 +71,7 @@ SLURM_RESERVED_STEPS = 4294967290  # this step id and above: interactive, batch 
 
 # Numbers of ranks nobody vouches for: on their own they prove nothing, but a rank above 0 was never a lone process.
 LEFTOVERS = (("RANK", "WORLD_SIZE"), ("HOROVOD_RANK", "HOROVOD_SIZE"), ("PMIX_RANK", ""))
+MEETINGS = ("MASTER_ADDR", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE")  # with one of these, somebody had workers in mind
 
 INHERITED = (
     "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_ ROLE_ MASTER_ TORCHELASTIC_ HOROVOD_ OMPI_ PMIX_ PRTE_ PMI_ "
@@ -183,7 +184,7 @@ def _leftovers(env: Env) -> str:
         if not rank.isdigit() or not size.isdigit() or int(size) < 2:
             continue
         found = f"{rank_name}={rank}" + (f" and {size_name}={size}" if size_name else "")
-        if int(rank) > 0:
+        if int(rank) > 0 and not _left_in_a_shell(rank_name, env):
             raise UserError(
                 f"{found} is set, but no launcher Allforce knows started this process. If it is left over in your"
                 f" shell: unset {rank_name} {size_name}. If your own launcher set it: export ALLFORCE_RANK,"
@@ -191,6 +192,44 @@ def _leftovers(env: Env) -> str:
             )
         return f"{found} is set, but no launcher started this process: taken as left over, running serially."
     return ""
+
+
+def _left_in_a_shell(rank_name: str, env: Env) -> bool:
+    """A rank above 0 that is surely no worker: typed by a person, no other rank beside it, nowhere to meet one."""
+    return not any(name in env for name in MEETINGS) and typed_at_a_terminal() and not _other_ranks(rank_name, env)
+
+
+def typed_at_a_terminal() -> bool:
+    """This process is the foreground job of a terminal, in a process group that its parent made for it.
+
+    Only a shell with job control does that. Children of launchers and scripts are in the group of their parent, or in
+    the background, or have no terminal; a rank started with `&` is in the background.
+    """
+    parent = os.getppid()
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY)  # of this session, wherever the output goes
+        try:
+            foreground = os.tcgetpgrp(terminal)
+        finally:
+            os.close(terminal)
+        return foreground == os.getpgrp() != os.getpgid(parent) and os.getsid(0) == os.getsid(parent)
+    except OSError:
+        return False
+
+
+def _other_ranks(rank_name: str, env: Env) -> bool:
+    """The shell runs a process with another rank: `for r in 0 1 2; do RANK=$r dp train … & done; fg`."""
+    try:
+        siblings = psutil.Process(os.getppid()).children()
+    except psutil.Error:
+        return False
+    for sibling in siblings:
+        try:
+            if sibling.environ().get(rank_name, env[rank_name]) != env[rank_name]:
+                return True
+        except (psutil.Error, OSError):
+            continue  # it has just ended
+    return False
 
 
 def _local_size(row: Launcher, size: int, env: Env) -> int | None:

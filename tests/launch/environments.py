@@ -177,6 +177,17 @@ SERIAL = {
     "srun --pty shell that lies": SLURM_STEP | {"SLURM_PROCID": "0", "ALLFORCE_LAUNCHER": "serial"},
 }
 
+# A rank above 0 nobody vouches for: (environment, whether it is taken as left over when a person typed the command).
+UNVOUCHED = {
+    "exported by hand": ({"RANK": "1", "WORLD_SIZE": "4"}, True),
+    "exported by hand, all of it": ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_PORT": "29500"}, True),
+    "in salloc's shell": (SLURM_JOB | {"RANK": "1", "WORLD_SIZE": "4"}, True),
+    "of Horovod": ({"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4"}, True),
+    "one of several hosts, each by hand": ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node07"}, False),
+    "torchrun's without its address": ({"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "abc"}, False),
+    "an unknown PMIx launcher": ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "x"}, False),
+}
+
 # name: (environment, words the error must have)
 WRONG = {
     "rank beyond size": (HYDRA | {"PMI_RANK": "4"}, ["PMI_RANK=4", "PMI_SIZE=4"]),

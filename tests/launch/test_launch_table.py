@@ -3,11 +3,18 @@
 import dataclasses
 
 import pytest
-from environments import DISTRIBUTED, HYDRA, OPEN_MPI_5, SERIAL, SLURM_STEP, TORCHRUN, WRONG
+from environments import DISTRIBUTED, HYDRA, OPEN_MPI_5, SERIAL, SLURM_STEP, TORCHRUN, UNVOUCHED, WRONG
 
+from allforce.distributed import launch
 from allforce.distributed.hostlist import expand_hosts, expand_tasks
 from allforce.distributed.launch import LAUNCHERS, detect, scrubbed
 from allforce.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def started_by_a_program(monkeypatch):
+    """pytest itself may have been typed at a terminal."""
+    monkeypatch.setattr(launch, "typed_at_a_terminal", lambda: False)
 
 
 @pytest.mark.parametrize("name", DISTRIBUTED)
@@ -33,6 +40,21 @@ def test_wrong(name):
         detect(environment)
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize("name", UNVOUCHED)
+def test_unvouched(monkeypatch, name):
+    """An error, unless a person typed the command and nothing says where other workers would be."""
+    environment, may_be_left_over = UNVOUCHED[name]
+    with pytest.raises(UserError, match="If it is left over in your shell: unset"):
+        detect(environment)
+    monkeypatch.setattr(launch, "typed_at_a_terminal", lambda: True)
+    if may_be_left_over:
+        world = detect(environment)
+        assert (world.rank, world.size) == (0, 1) and "taken as left over, running serially" in world.note
+    else:
+        with pytest.raises(UserError, match="unset"):
+            detect(environment)
 
 
 def test_every_launcher_is_recorded():
