@@ -6,7 +6,7 @@ result is the serial one to rounding. With sharding "partition" a rank takes all
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -23,6 +23,7 @@ from allforce.neighbors import check_distances, neighbor_list
 
 ITEM = TypeVar("ITEM")
 Sample = list[tuple[int, int]]  # (system, frame)
+Predict = Callable[[Sample], Iterable[float]]  # energies of these frames
 
 LEAST_STD = 0.01  # a smaller deviation is taken for this one
 UNSEEN_STD = 0.1  # of a type without atoms in the data
@@ -176,19 +177,15 @@ def energy_bias(
     preset: energies that are given, None where they are not. atom_exclude: types without energy.
     """
     nt = len(systems[0].type_map)
-    rows: list[np.ndarray] = []
+    mine = share(sample, comm, split)
     atomic = np.zeros((3, nt))  # count, sum, sum of squares of the atomic labels
-    for i, k in share(sample, comm, split):
-        frame = systems[i].frame(k)
-        real = frame.type >= 0
-        if "energy" in frame.labels:
-            rows.append(np.append(np.bincount(frame.type[real], minlength=nt), frame.labels["energy"]))
-        if "atom_ener" in frame.labels:
+    for i, k in mine:
+        if "atom_ener" in systems[i].label_names:
+            frame = systems[i].frame(k)
+            real = frame.type >= 0
             value = frame.labels["atom_ener"][real, 0]
             atomic += [np.bincount(frame.type[real], w, minlength=nt) for w in (np.ones_like(value), value, value**2)]
-    table = gather_rows(np.array(rows).reshape(-1, nt + 1), comm)
-    table[:, list(atom_exclude)] = 0
-    fit = fit_energy_bias(table[:, :nt], table[:, nt], preset, rcond)
+    fit = fit_frames(systems, mine, comm, preset, rcond, atom_exclude)
     count, total, squares = _reduce(atomic, comm)
     known = count > 0
     if preset is not None:
@@ -196,6 +193,29 @@ def energy_bias(
     mean = total / np.maximum(count, 1)
     std = np.sqrt(np.maximum(squares / np.maximum(count, 1) - mean**2, 0))
     return EnergyBias(np.where(known, mean, fit.bias), np.where(known, std, fit.std), fit.rmse)
+
+
+def fit_frames(
+    systems: list[System],
+    mine: Sequence[tuple[int, int]],
+    comm: Comm,
+    preset: Sequence[float | None] | None = None,
+    rcond: float | None = None,
+    atom_exclude: Sequence[int] = (),
+    predict: Predict | None = None,
+) -> EnergyBias:
+    """Least squares of the energies of all workers' (system, frame) pairs, or of what `predict` misses of them."""
+    nt = len(systems[0].type_map)
+    mine = [(i, k) for i, k in mine if "energy" in systems[i].label_names]
+    rows = np.zeros((len(mine), nt + 1))  # atoms of each type, energy
+    for row, (i, k) in zip(rows, mine, strict=True):
+        frame = systems[i].frame(k)
+        row[:nt], row[nt] = np.bincount(frame.type[frame.type >= 0], minlength=nt), frame.labels["energy"].item()
+    if predict is not None:
+        rows[:, nt] -= list(predict(mine))
+    table = gather_rows(rows, comm)
+    table[:, list(atom_exclude)] = 0
+    return fit_energy_bias(table[:, :nt], table[:, nt], preset, rcond)
 
 
 def fit_energy_bias(

@@ -7,16 +7,16 @@ set      bias  = least squares of the labels themselves
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from allforce.data.batch import Frame
 from allforce.data.dataset import DataSet
-from allforce.data.stats import fit_energy_bias, stat_sample
+from allforce.data.stats import EnergyBias, Predict, Sample, fit_frames, stat_sample
 from allforce.data.system import System
+from allforce.distributed.comm import Comm, SerialComm
 from allforce.errors import UserError
 from allforce.infer.model_file import WRITTEN, load_model, save_model
 from allforce.infer.predict import DeepPot
@@ -62,29 +62,24 @@ def fitted_bias(potential: Potential, systems: list[System], numb_batch: int = 0
     for i in sorted({i for i, _ in sample}):
         if "energy" not in systems[i].label_names:
             raise UserError(f"{systems[i].name}: has no energy labels, which change-bias needs.")
-    nt = len(potential.type_map)
-    counts: list[np.ndarray] = []
-    energies: list[float] = []
 
-    def frames() -> Iterator[Frame]:
-        """One after the other, so that memory does not grow with the data; notes composition and label."""
-        for i, k in sample:
-            frame = systems[i].frame(k)
-            counts.append(np.bincount(frame.type[frame.type >= 0], minlength=nt).astype(np.float64))
-            energies.append(frame.labels["energy"].item())
-            yield frame
+    def predict(members: Sample) -> Iterator[float]:
+        return (r.energy for r in DeepPot(potential).evaluate(systems[i].frame(k) for i, k in members))
 
-    predicted: Iterable = (0.0 for _ in frames())
-    if mode == "change":
-        predicted = (result.energy for result in DeepPot(potential).evaluate(frames()))
-    missing = -np.array(list(predicted))
-    missing += energies
-    table = np.array(counts)
-    table[:, potential.config.atom_exclude_types] = 0
-    fit = fit_energy_bias(table, missing, rcond=potential.config.fitting_net.rcond)
+    fit = fit_bias(potential, systems, sample, SerialComm(), predict if mode == "change" else None)
     log.info("RMSE of energy per atom after linear regression is: %s in the unit of energy.", fit.rmse)
     old = potential.fitting.bias_atom_e.cpu().numpy()
     return fit.bias + (old if mode == "change" else 0.0)
+
+
+def fit_bias(
+    potential: Potential, systems: list[System], mine: Sequence[tuple[int, int]], comm: Comm, predict: Predict | None
+) -> EnergyBias:
+    """Energy of each type, as the model counts atoms, in what `predict` misses of the labels of all workers' frames."""
+    config = potential.config
+    return fit_frames(
+        systems, mine, comm, rcond=config.fitting_net.rcond, atom_exclude=config.atom_exclude_types, predict=predict
+    )
 
 
 def _given(values: Sequence[float], potential: Potential) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -24,6 +25,7 @@ from allforce.data.sampler import Sampler, make_sampler, stride
 from allforce.distributed.comm import Comm
 from allforce.distributed.connect import agree
 from allforce.errors import UserError
+from allforce.infer.bias import fit_bias
 from allforce.infer.model_file import load_model
 from allforce.infer.tree import validated_config
 from allforce.loss import Loss
@@ -371,18 +373,14 @@ def set_statistics(model: Potential, loader: Loader, input: Input, comm: Comm) -
 
 def change_bias(model: Potential, loader: Loader, nbatch: int, comm: Comm, split: bool = True) -> None:
     """Add to the energy bias the least-squares fit, per type, of what the model misses: label - prediction."""
-    sample = stats.stat_sample(loader.dataset, nbatch)
-    rows = []
-    for i, k in stats.share(sample, comm, split):
-        batch = loader.make([(i, k)])
-        if "energy" in batch.labels:
+
+    def predict(members: stats.Sample) -> Iterator[float]:
+        for member in members:
             with torch.no_grad():
-                error = float(batch.labels["energy"][0] - model(batch, virial=False).energy[0])
-            rows.append([*batch.type_counts, error])
-    ntypes = len(model.type_map)
-    table = stats.gather_rows(np.array(rows, dtype=np.float64).reshape(-1, ntypes + 1), comm)
-    table[:, model.config.atom_exclude_types] = 0
-    fit = stats.fit_energy_bias(table[:, :ntypes], table[:, ntypes])
+                yield float(model(loader.make([member]), virial=False).energy[0])
+
+    mine = stats.share(stats.stat_sample(loader.dataset, nbatch), comm, split)
+    fit = fit_bias(model, loader.dataset.systems, mine, comm, predict)
     model.fitting.bias_atom_e += torch.from_numpy(fit.bias).to(model.fitting.bias_atom_e.device)
     if comm.rank == 0:
         log.info(f"energy bias changed by {np.array2string(fit.bias, precision=6)} eV, RMSE per atom now {fit.rmse} eV")

@@ -234,6 +234,26 @@ def test_atomic_energies_go_first_and_excluded_types_have_none(tmp_path):
     assert stats.energy_bias(systems[1:], [(0, 0)], SerialComm(), atom_exclude=[2]).bias[2] == 0
 
 
+def test_bias_of_what_a_model_misses(tmp_path):
+    """Predictions that are off by 2 eV per A and -5 per B, over workers; a system without energies takes no part."""
+    for name, types in (("a", (0, 1, 1)), ("b", (0, 0, 1))):
+        write_npy(tmp_path / name, arrays(3, types, labels=("energy",)), types, MAP[:2])
+    write_npy(tmp_path / "c", arrays(3, labels=("force",)), type_map=MAP[:2])
+    systems = open_systems(str(tmp_path), MAP[:2])
+    sample = [(i, k) for k in range(3) for i in range(3)]
+
+    def predict(members):
+        for i, k in members:
+            frame = systems[i].frame(k)
+            yield frame.labels["energy"].item() - np.array([2.0, -5.0])[frame.type].sum()
+
+    for size in (1, 2, 4):
+        for found in on_workers(
+            size, lambda comm: stats.fit_frames(systems, stats.share(sample, comm), comm, predict=predict)
+        ):
+            np.testing.assert_allclose(found.bias, [2.0, -5.0], rtol=1e-12)
+
+
 def test_parameters(data):
     sample = stats.stat_sample(data, 10)
     fparam = np.array([f.fparam for f in all_frames(data)])
