@@ -12,7 +12,7 @@ import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -20,11 +20,13 @@ from pydantic.fields import FieldInfo
 from allforce.config import unsupported
 from allforce.config.legacy import V0_KEYS, Clash, is_v0, modernise
 from allforce.config.read import read_file
-from allforce.config.schema import Input
+from allforce.config.schema import Input, ModelConfig
 from allforce.config.section import Section, aliases, expected, is_own, quoted, sections, walk
 from allforce.errors import UserError
 
 log = logging.getLogger("deepmd.config")
+
+SECTION = TypeVar("SECTION", bound=Section)
 
 
 class Mistake(NamedTuple):
@@ -43,17 +45,33 @@ def parse_input(data: dict[str, Any], name: str = "input") -> Input:
     v0 = is_v0(data)
     data, notes, clashes = modernise(data)
     mistakes = [_clash(clash) for clash in clashes]
-    clean = _tidy(Input, data, "", mistakes, V0_KEYS if v0 else {})
-    result = None
-    try:
-        result = Input.model_validate(clean)
-    except ValidationError as error:
-        mistakes += _from_schema(error, clean, mistakes)
+    result = _checked(Input, data, "", mistakes, V0_KEYS if v0 else {})
     if mistakes or result is None:
         raise UserError(_message(name, mistakes, notes))
     for note in notes:
         log.warning("%s: %s", name, note)
     return result
+
+
+def validated_config(section: dict[str, Any], name: str) -> ModelConfig:
+    """Check the section `model` that a model file carries; messages are those of an input file."""
+    mistakes: list[Mistake] = []
+    result = _checked(ModelConfig, section, "model", mistakes, {})
+    if mistakes or result is None:
+        raise UserError(_message(name, mistakes, []))
+    return result
+
+
+def _checked(
+    cls: type[SECTION], data: dict[str, Any], path: str, mistakes: list[Mistake], more: dict[str, str]
+) -> SECTION | None:
+    """The object at a path of the input ("": the whole); what is wrong in it goes to `mistakes`."""
+    clean = _tidy(cls, data, path, mistakes, more)
+    try:
+        return cls.model_validate(clean)
+    except ValidationError as error:
+        mistakes += _from_schema(error, path, clean, mistakes)
+        return None
 
 
 def _clash(clash: Clash) -> Mistake:
@@ -169,12 +187,17 @@ def _not_yet(where: str, value: Any, neutral: Any) -> Iterator[Mistake]:
 # ---------------------------------------------------------------------------------------------------------- schema
 
 
-def _from_schema(error: ValidationError, data: dict[str, Any], known: list[Mistake]) -> list[Mistake]:
-    """pydantic's errors in our words, one for each key; nothing below an object that was given up already."""
+def _from_schema(error: ValidationError, top: str, data: dict[str, Any], known: list[Mistake]) -> list[Mistake]:
+    """pydantic's errors in our words, one for each key; nothing below an object that was given up already.
+
+    data is the object of the input called `top`, or the whole input.
+    """
+    above = (top,) if top else ()
+    data = {top: data} if top else data
     found: dict[str, tuple[int, Mistake]] = {}
     closed = [m.whole for m in known if m.whole is not None]
     for item in error.errors():
-        path = _real_path(item["loc"], data, missing=item["type"] == "missing")
+        path = _real_path((*above, *item["loc"]), data, missing=item["type"] == "missing")
         if any(path[: len(c.split("/"))] == c.split("/") for c in closed):
             continue
         if item["type"] == "impossible":

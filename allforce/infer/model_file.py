@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from allforce.config.load import validated_config
 from allforce.errors import UserError
 from allforce.infer.container import read_tree, write_tree
 from allforce.infer.pt_checkpoint import potential_from_pt, read_pt
-from allforce.infer.tree import potential_from_tree, tree_from_potential, validated_config
+from allforce.infer.tree import potential_from_tree, tree_from_potential
 from allforce.models.potential import Potential
 from allforce.train import checkpoint
 

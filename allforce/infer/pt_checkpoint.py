@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from allforce.config.load import validated_config
 from allforce.config.schema import DescriptorSeE2A, FittingEner, ModelConfig
 from allforce.errors import UserError
 from allforce.infer.tree import (
@@ -23,7 +24,6 @@ from allforce.infer.tree import (
     numpy,
     set_bias,
     set_environment_statistics,
-    validated_config,
 )
 from allforce.models.potential import Potential
 

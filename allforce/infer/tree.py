@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
+from allforce.config.load import validated_config
 from allforce.config.schema import DescriptorSeE2A, FittingEner, ModelConfig
 from allforce.errors import UserError
 from allforce.models.layers import Layer
@@ -114,15 +114,6 @@ def _refuse_unsupported(model: dict, source: str) -> None:
         raise UserError(
             f"{source}: 'exclude_types' of the fitting is not supported; use the model's atom_exclude_types."
         )
-
-
-def validated_config(section: dict, source: str) -> ModelConfig:
-    try:
-        return ModelConfig.model_validate(section)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = "/".join(str(x) for x in first["loc"])
-        raise UserError(f"{source}: model/{where}: {first['msg']} (found {first.get('input')!r}).") from None
 
 
 def check_versions(node: Any, source: str) -> None:

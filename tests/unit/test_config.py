@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from allforce.config.load import load_input, normalised, parse_input
+from allforce.config.load import load_input, normalised, parse_input, validated_config
 from allforce.config.schema import Input, LearningRateWSD, precision_name
 from allforce.config.section import aliases, sections, walk
 from allforce.errors import UserError
@@ -486,6 +486,28 @@ def test_all_mistakes_at_once() -> None:
 def test_two_impossible_values_of_one_object() -> None:
     text = mistake(model__descriptor__rcut_smth=7.0, model__descriptor__axis_neuron=500)
     assert "2 mistakes" in text and "model/descriptor/rcut_smth" in text and "model/descriptor/axis_neuron" in text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model__descriptor__sel": ["a", 3]},
+        {"model__descriptor__sel": [1]},
+        {"model__descriptor__rcut_smth": 9.0},
+        {"model__descriptor__type": REMOVE},
+        {"model__fitting_net": REMOVE},
+        {"model__pair_exclude_types": [[0, 5]], "model__descriptor__rcut": "x"},
+        {"model__descriptor__rcutt": 6.0},
+    ],
+)
+def test_the_model_of_a_model_file_is_judged_as_that_of_an_input(changes: dict[str, Any]) -> None:
+    with pytest.raises(UserError) as info:
+        validated_config(water(**changes)["model"], "input.json")
+    assert str(info.value) == mistake(**changes)
+
+
+def test_the_model_of_a_model_file_is_not_changed() -> None:
+    assert validated_config(WATER["model"], "m.dp") == parse_input(WATER).model
 
 
 def test_long_values_are_cut() -> None:
