@@ -105,11 +105,11 @@ class DeepPot:
 
         coords (nf, n·3) or (nf, n, 3) in Å; cells (nf, 9) or (nf, 3, 3), None when not periodic; atom_types (n,), or
         (nf, n) with mixed_type: indices into get_type_map(), -1 for a virtual atom. fparam (nf, nfp), (nfp,);
-        aparam (nf, n, nap), (n, nap), (nap,).
+        aparam (nf, n, nap), (n, nap), (nap,). No frames (nf = 0, coords may be an empty list) give arrays of none.
         """
         frames = self._frames(coords, cells, atom_types, fparam, aparam, mixed_type)
         results = list(self.evaluate(frames, atom_virial=atomic))
-        n = len(frames[0].type) if frames else 0
+        n = np.shape(atom_types)[-1]  # known without frames as well
         out = [
             np.array([x.energy for x in results]).reshape(-1, 1),
             np.array([x.force for x in results]).reshape(-1, n, 3),
@@ -125,7 +125,7 @@ class DeepPot:
     ) -> np.ndarray:
         """Descriptors (nf, n, ndesc) in the order of the input."""
         frames = self._frames(coords, cells, atom_types, fparam, aparam, mixed_type)
-        n = len(frames[0].type) if frames else 0
+        n = np.shape(atom_types)[-1]
         return np.array(list(self.descriptors(frames))).reshape(-1, n, self.model.descriptor.dim)
 
     def _frames(
@@ -275,6 +275,8 @@ def _to_frames(value: torch.Tensor, batch: Batch, frames: Sequence[Frame]) -> li
 def _shaped(name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
     array = np.asarray(value, dtype=np.float64)
     try:
+        if array.size == 0 and len(array) > 0:  # frames without atoms, which would become no frames
+            raise ValueError
         return array.reshape(shape)
     except ValueError:
         raise UserError(f"{name} has shape {array.shape}, which does not make {shape} (-1: any number).") from None

@@ -159,6 +159,34 @@ def test_wrong_arrays_are_named() -> None:
         dp.eval(x, cell, types, mixed_type=True)
 
 
+@pytest.mark.parametrize("coords", [np.zeros((0, 9)), np.zeros((0, 3, 3)), []])
+@pytest.mark.parametrize("cells", [np.zeros((0, 9)), np.zeros((0, 3, 3)), [], None])
+def test_no_frames(coords: object, cells: object) -> None:
+    """Arrays of the usual shapes without rows, so that a loop over chunks of a trajectory needs no special case."""
+    dp = DeepPot(make({"numb_fparam": 1}))
+    types = [0, 1, 1]
+    shapes = [(0, 1), (0, 3, 3), (0, 9), (0, 3, 1), (0, 3, 9)]
+    for fparam in (None, [0.5], np.zeros((0, 1))):
+        out = dp.eval(coords, cells, types, atomic=True, fparam=fparam)
+        assert [a.shape for a in out] == shapes and all(a.dtype == np.float64 for a in out)
+    assert [a.shape for a in dp.eval(coords, cells, types)] == shapes[:3]
+    mixed = dp.eval(coords, cells, np.zeros((0, 3), dtype=int), atomic=True, mixed_type=True)
+    assert [a.shape for a in mixed] == shapes
+    assert dp.eval_descriptor(coords, cells, types).shape == (0, 3, 24)
+
+
+def test_no_frames_with_arrays_that_disagree() -> None:
+    dp = DeepPot(make())
+    with pytest.raises(UserError, match=r"coords has shape \(1, 0, 3\)"):  # a frame without atoms is not no frame
+        dp.eval(np.zeros((1, 0, 3)), None, [0, 1, 1])
+    with pytest.raises(UserError, match=r"cells has shape \(1, 9\)"):
+        dp.eval([], np.eye(3).reshape(1, 9), [0, 1, 1])
+    with pytest.raises(UserError, match="atom_types has 1 frames, coords has 0"):
+        dp.eval([], None, [[0, 1, 1]], mixed_type=True)
+    with pytest.raises(UserError, match=r"atom_types has shape \(0,\)"):
+        dp.eval([], None, [])
+
+
 def test_too_many_neighbours_keep_the_nearest(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
