@@ -67,7 +67,15 @@ def _torch(world: World, device: torch.device, limit: float) -> Comm:
         mpi = MpiComm.start(world, limit)
     except NoMpi as reason:
         raise no_contact(world, f"nothing in the environment leads to rank 0, and {reason}.") from None
-    return TorchComm.start(world, device, limit, announce=lambda record: mpi.gather(record)[0])
+    told: list[Any] = []
+
+    def announce(record: Any) -> Any:
+        told.extend(() if told else mpi.gather(record))  # all ranks together, so once: who asks again gets the same
+        return told[0]
+
+    comm = TorchComm.start(world, device, limit, announce)
+    mpi.close()  # it has led to rank 0; Open MPI's mpirun takes a worker that ends without it for a dead one
+    return comm
 
 
 def _mpi(world: World, device: torch.device, limit: float) -> Comm:

@@ -1,18 +1,25 @@
-"""Two hosts: two network namespaces with addresses of their own, joined by one cable. Torchrun and mpirun cross it."""
+"""Two hosts: two network namespaces with addresses and names of their own, joined by one cable. Launchers cross it."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import BIN, ROOT, missing
+from conftest import BIN, OPEN_MPI, ROOT, missing
 
 from allforce.distributed.launch import scrubbed
 
 SUITE = Path(__file__).with_name("comm_suite.py")
 ENVIRONMENT = scrubbed(os.environ) | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+# Open MPI takes two processes for neighbours when their hosts have one name.
+ENTER = """\
+#!/bin/sh
+exec {ip} netns exec $1 {unshare} --uts sh -c 'hostname $1; shift; exec "$@"' sh "$@"
+"""
 
 # mpirun reaches another host by ssh; here by entering the other namespace.
 SSH = """\
@@ -20,34 +27,44 @@ SSH = """\
 while [ "${{1#-}}" != "$1" ]; do shift; done
 case $1 in {addresses[0]}) name={names[0]} ;; {addresses[1]}) name={names[1]} ;; *) exit 1 ;; esac
 shift
-exec {ip} netns exec $name sh -c "$*"
+exec {enter} $name sh -c "$*"
 """
 
 
 class Hosts:
     """`names` of the namespaces and their `addresses`."""
 
-    def __init__(self) -> None:
-        self.ip = shutil.which("ip", path=os.environ["PATH"] + ":/usr/sbin:/sbin")
+    def __init__(self, folder: Path) -> None:
+        self.ip, self.unshare = (
+            shutil.which(p, path=os.environ["PATH"] + ":/usr/sbin:/sbin") for p in ("ip", "unshare")
+        )
         self.names = [f"allforce{os.getpid()}-{n}" for n in range(2)]
         self.addresses = ["10.231.7.1", "10.231.7.2"]
+        self.enter, self.ssh = folder / "enter", folder / "ssh"
+        for path, text in ((self.enter, ENTER), (self.ssh, SSH)):
+            path.write_text(text.format(**vars(self)))
+            path.chmod(0o755)
 
     def run(self, *words: str) -> None:
         subprocess.run([str(self.ip), *words], check=True, capture_output=True, text=True)
 
     def up(self) -> None:
+        table = "".join(f"{place} {name}\n" for place, name in zip(self.addresses, self.names, strict=True))
         for name in self.names:
             self.run("netns", "add", name)
             folder = Path("/etc/netns") / name  # shown as /etc inside: without it every look-up waits for a name server
             folder.mkdir(parents=True)
             (folder / "nsswitch.conf").write_text("hosts: files\n")
-            (folder / "hosts").write_text("127.0.0.1 localhost\n10.231.7.1 host1\n10.231.7.2 host2\n")
+            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{table}")
         ends, (first, second) = ["af0", "af1"], self.names
         self.run(*f"link add af0 netns {first} type veth peer name af1 netns {second}".split())
         for name, end, address in zip(self.names, ends, self.addresses, strict=True):
             self.run("-n", name, "addr", "add", f"{address}/24", "dev", end)
             self.run("-n", name, "link", "set", "lo", "up")
             self.run("-n", name, "link", "set", end, "up")
+        for n, name in enumerate(self.names):
+            shown = subprocess.run(self.inside(n, "hostname"), check=True, capture_output=True, text=True).stdout
+            assert shown.strip() == name
 
     def down(self) -> None:
         for name in self.names:
@@ -55,14 +72,14 @@ class Hosts:
             shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
 
     def inside(self, host: int, *command) -> list[str]:
-        return [str(self.ip), "netns", "exec", self.names[host], *map(str, command)]
+        return [str(self.enter), self.names[host], *map(str, command)]
 
 
 @pytest.fixture(scope="module")
-def hosts():
-    hosts = Hosts()
-    if hosts.ip is None:
-        pytest.skip("iproute2 is not installed (scripts/ci_packages.sh installs it)")
+def hosts(tmp_path_factory):
+    hosts = Hosts(tmp_path_factory.mktemp("hosts"))
+    if hosts.ip is None or hosts.unshare is None:
+        pytest.skip("iproute2 or util-linux is not installed (scripts/ci_packages.sh installs iproute2)")
     try:
         hosts.up()
     except (subprocess.CalledProcessError, OSError) as error:
@@ -87,18 +104,36 @@ def test_torchrun(hosts):
     assert "passed: torch under torchrun, 4 ranks" in outputs[0]
 
 
+def mpirun(hosts, launcher: str, *program, **extra: str) -> subprocess.CompletedProcess[str]:
+    """One rank on each host."""
+    first, second = hosts.addresses
+    options = {
+        "hydra": ["-launcher", "ssh", "-launcher-exec", hosts.ssh, "-ppn", "1", "-hosts", f"{first},{second}"],
+        "openmpi": ["--allow-run-as-root", "--prtemca", "plm_ssh_agent", hosts.ssh, "--host", f"{first}:1,{second}:1"],
+    }
+    start = {"hydra": BIN / "mpirun", "openmpi": OPEN_MPI}[launcher]
+    command = hosts.inside(0, start, *options[launcher], "-np", "2", sys.executable, *program)
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.run(command, env=ENVIRONMENT | extra, timeout=120, **output)
+
+
 @pytest.mark.parametrize("engine", ["mpi", "torch"])
-def test_mpirun(hosts, tmp_path, engine):
+@pytest.mark.parametrize("launcher", ["hydra", "openmpi"])
+def test_mpirun(hosts, launcher, engine):
     """MPI itself, and gloo with rank 0 found through MPI: no variable names a host."""
-    if reason := missing("hydra"):
+    if reason := missing(launcher):
         pytest.skip(reason)
-    ssh = tmp_path / "ssh"
-    ssh.write_text(SSH.format(ip=hosts.ip, names=hosts.names, addresses=hosts.addresses))
-    ssh.chmod(0o755)
-    options = ["-launcher", "ssh", "-launcher-exec", ssh, "-hosts", ",".join(hosts.addresses), "-ppn", "1", "-np", "2"]
-    suite = [sys.executable, SUITE, "--hosts", "2", "--engine", engine, "--expect", engine, "hydra"]
-    result = subprocess.run(
-        hosts.inside(0, BIN / "mpirun", *options, *suite), env=ENVIRONMENT, capture_output=True, text=True, timeout=120
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert f"passed: {engine} under hydra, 2 ranks" in result.stdout
+    result = mpirun(hosts, launcher, SUITE, "--hosts", "2", "--engine", engine, "--expect", engine, launcher)
+    assert result.returncode == 0, result.stdout
+    assert f"passed: {engine} under {launcher}, 2 ranks" in result.stdout
+
+
+@pytest.mark.parametrize("launcher", ["hydra", "openmpi"])
+def test_mpirun_notices_the_dead(hosts, launcher):
+    """MPI has only led gloo's workers to each other and is closed: mpirun still ends the job when one is killed."""
+    if reason := missing(launcher):
+        pytest.skip(reason)
+    result = mpirun(hosts, launcher, SUITE.with_name("misfortune.py"), "is killed", ENGINE="torch")
+    assert result.returncode != 0 and "unharmed" not in result.stdout, result.stdout
+    # who notices first has the word: mpirun, or the other rank
+    assert re.search("signal 9|EXIT CODE: 9|lost contact during all_reduce", result.stdout), result.stdout
