@@ -13,7 +13,7 @@ from allforce.config.load import validated_config
 from allforce.errors import UserError
 from allforce.infer.container import read_tree, write_tree
 from allforce.infer.pt_checkpoint import potential_from_pt, read_pt
-from allforce.infer.tree import potential_from_tree, tree_from_potential
+from allforce.infer.tree import potential_from_tree, tree_from_potential, types_with_data
 from allforce.models.potential import Potential
 from allforce.train import checkpoint
 
@@ -23,7 +23,16 @@ CONVERTIBLE = (".pb", ".pth", ".pbtxt", ".savedmodel", ".savedmodeltf", ".hlo", 
 
 def load_model(path: str | Path) -> Potential:
     """The potential of a model file or checkpoint; a name without suffix is also tried with .dp."""
-    path = Path(path)
+    path = _found(Path(path))
+    if path.suffix in WRITTEN:
+        return potential_from_tree(read_tree(path), str(path))
+    if path.suffix == ".pt":
+        return potential_from_pt(path)
+    return _potential_from_checkpoint(path)
+
+
+def _found(path: Path) -> Path:
+    """The file that a name means."""
     if path.suffix in CONVERTIBLE:
         raise UserError(
             f"{path}: files of type '{path.suffix}' can only be opened by DeePMD-kit itself. Convert the model there "
@@ -36,11 +45,7 @@ def load_model(path: str | Path) -> Potential:
         path = checkpoint.find(path)
     if not path.is_file():
         raise UserError(f"{path}: no such model file. Known are {', '.join(WRITTEN)}, .pt and {checkpoint.SUFFIX}.")
-    if path.suffix in WRITTEN:
-        return potential_from_tree(read_tree(path), str(path))
-    if path.suffix == ".pt":
-        return potential_from_pt(path)
-    return _potential_from_checkpoint(path)
+    return path
 
 
 def save_model(model: Potential, path: str | Path) -> None:
@@ -58,15 +63,16 @@ def save_model(model: Potential, path: str | Path) -> None:
     write_tree(path, tree_from_potential(model))
 
 
-def observed_types(path: str | Path) -> list[str] | None:
-    """The elements that the training data held, where the file says so (DeePMD-kit's PyTorch backend records it)."""
-    path = Path(path)
+def observed_types(path: str | Path) -> list[str]:
+    """The types that the training data held: as the file says, or, where it does not, by its statistics."""
+    path = _found(Path(path))
     script: dict = {}
     if path.suffix in WRITTEN:
         script = read_tree(path).get("model_def_script") or {}
     elif path.suffix == ".pt":
         script = read_pt(path)[1]
-    return (script.get("info") or {}).get("observed_type")
+    recorded = (script.get("info") or {}).get("observed_type")
+    return types_with_data(load_model(path)) if recorded is None else recorded
 
 
 def _potential_from_checkpoint(path: Path) -> Potential:

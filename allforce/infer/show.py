@@ -39,7 +39,9 @@ def show(model: str, attributes: Sequence[str]) -> None:
             log.info("Parameters in %s: %s", name, f"{size:,}")
     if "observed-type" in attributes:
         found = observed_types(model)
-        log.info("The observed types for this model: %s", "not recorded in the file" if found is None else found)
+        log.info("The observed types for this model: ")
+        log.info("Number of observed types: %d ", len(found))
+        log.info("Observed types: %s ", found)
     if "serialization-tree" in attributes:
         log.info("Model serialization tree:\n%s", "\n".join(_lines("Model", tree_from_potential(potential)["model"])))
 

@@ -15,10 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from ase.data import atomic_numbers
 from torch import Tensor
 
 from allforce.config.load import validated_config
 from allforce.config.schema import DescriptorSeE2A, FittingEner, ModelConfig
+from allforce.data.stats import LEAST_STD
 from allforce.errors import UserError
 from allforce.models.layers import Layer
 from allforce.models.potential import Potential
@@ -222,15 +224,29 @@ def tree_from_potential(potential: Potential) -> dict:
         "@variables": {"out_bias": np.zeros((1, nt, 1)), "out_std": np.ones((1, nt, 1))},
     }
     distance = potential.min_nbor_dist
+    script = config.model_dump(mode="json") | {"type_map": list(potential.type_map)}
     return {
         "software": "allforce",
         "version": _version(),
         "time": str(datetime.now(tz=timezone.utc)),
         "backend": "Allforce",
         "model": model,
-        "model_def_script": config.model_dump(mode="json") | {"type_map": list(potential.type_map)},
+        "model_def_script": script | {"info": {"observed_type": types_with_data(potential)}},
         "@variables": {"min_nbor_dist": None if distance is None else np.float64(distance)},
     }
+
+
+def types_with_data(potential: Potential) -> list[str]:
+    """Types that had atoms in the statistics of the training data, by atomic number; other names come last.
+
+    A type without atoms has one default in all columns of dstd: 0.1, or 1/rcut by DeePMD-kit's TensorFlow backend.
+    With atoms the radial and the angular deviation differ, unless both are at the floor for want of neighbours. The
+    energy bias is no such sign: it may be given by hand, and without energies in the data it is 0.
+    """
+    radial, angular = numpy(potential.descriptor.dstd)[:, :2].T
+    seen = (radial != angular) | np.isclose(radial, LEAST_STD)
+    names = [name for name, has_atoms in zip(potential.type_map, seen, strict=True) if has_atoms]
+    return sorted(names, key=lambda name: atomic_numbers.get(name) or np.inf)
 
 
 def _descriptor(potential: Potential) -> dict:

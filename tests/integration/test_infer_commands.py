@@ -12,7 +12,8 @@ import torch
 
 from allforce.cli import main
 from allforce.config.schema import ModelConfig
-from allforce.infer.model_file import load_model, save_model
+from allforce.infer.container import read_tree, write_tree
+from allforce.infer.model_file import load_model, observed_types, save_model
 from allforce.infer.predict import DeepPot
 from allforce.models.potential import Potential
 from allforce.train import checkpoint, logs
@@ -325,6 +326,50 @@ def test_show(folder: Path, dp: Command) -> None:
     total = sum(p.numel() for p in make().parameters())
     assert f"Parameters in total: {total:,}" in lines
     assert "davg: float64 (2, 70, 4)" in text and "bias_atom_e: float64 (2, 1)" in text
+    assert "Number of observed types: 2 " in lines and "Observed types: ['H', 'O'] " in lines
+
+
+def test_observed_types_of_a_training(folder: Path, dp: Command) -> None:
+    """C has no atom in the data, though it has an energy; the checkpoint, the model and DeePMD-kit's entry agree."""
+    descriptor = {"type": "se_e2_a", "sel": [30, 4, 40], "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4], "axis_neuron": 2}
+    fitting = {"neuron": [4], "activation_function": "gelu", "atom_ener": [-9.0, -5.0, -1.0]}
+    section = {
+        "model": {"type_map": ["O", "C", "H"], "descriptor": descriptor, "fitting_net": fitting},
+        "learning_rate": {"start_lr": 0.001},
+        "training": {"numb_steps": 1, "training_data": {"systems": "data"}},
+    }
+    Path("input.json").write_text(json.dumps(section))
+    dp("train", "input.json")
+    dp("freeze", "-o", "trained.dp")
+    for name in (".", "model.ckpt", "trained.dp", "trained"):
+        lines = dp("show", name, "observed-type")
+        assert lines[-2:] == ["Number of observed types: 2 ", "Observed types: ['H', 'O'] "]
+    script = read_tree(Path("trained.dp"))["model_def_script"]
+    assert script["info"] == {"observed_type": ["H", "O"]}
+
+
+def test_observed_types_by_the_statistics(folder: Path, dp: Command) -> None:
+    """A default deviation (1/rcut by DeePMD-kit's TensorFlow backend): no atoms; the floor: atoms without neighbours.
+
+    What a file records goes before that.
+    """
+    model = make()
+    for rows, expected in (
+        ([[0.2, 0.1], [0.1, 0.1]], ["O"]),
+        ([[0.25, 0.25], [0.3, 0.2]], ["H"]),
+        ([[0.01, 0.01], [0.1, 0.1]], ["O"]),
+        ([[1.0, 1.0], [1.0, 1.0]], []),
+    ):
+        model.descriptor.dstd.copy_(torch.tensor(rows)[:, [0, 1, 1, 1]])
+        save_model(model, "some.dp")
+        assert observed_types("some.dp") == expected
+    tree = read_tree(Path("m.dp"))
+    tree["model_def_script"]["info"]["observed_type"] = ["H"]
+    write_tree(Path("told.yaml"), tree)
+    assert observed_types("told.yaml") == ["H"]
+    del tree["model_def_script"]["info"]
+    write_tree(Path("silent.yaml"), tree)
+    assert observed_types("silent.yaml") == ["H", "O"]
 
 
 def test_neighbor_stat(folder: Path, dp: Command) -> None:
