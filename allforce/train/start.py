@@ -28,6 +28,7 @@ from allforce.train.source import Options, Source, read_source, run_name, shared
 from allforce.train.state import State
 
 VALIDATION = 0x76616C  # its order is another one than that of the training data
+NAMED = 20  # systems in a warning, at most
 
 
 @dataclass
@@ -87,8 +88,7 @@ def prepare(input: Input, comm: Comm, options: Options, device: torch.device) ->
         Path(options.output).write_text(json.dumps(complete, indent=4, ensure_ascii=False) + "\n")
         (Path(input.training.save_dir or ".") / input.training.save_ckpt).parent.mkdir(parents=True, exist_ok=True)
     loss = Loss(input.loss, input.learning_rate.start_lr)
-    if not any(comm.gather(any(loss.learns_from(s.label_names) for s in training.systems))):
-        raise UserError("training/training_data: no system has a label (energy.npy, force.npy, …) that the loss uses.")
+    check_labels(training, loss, comm, split)
     schedule = Schedule(input.learning_rate, numb_steps, comm.size)
     sampler = make_sampler(training, seed, input.training.sharding, comm.rank)
     loader = make_loader(training, sampler, model, comm, device)
@@ -98,6 +98,23 @@ def prepare(input: Input, comm: Comm, options: Options, device: torch.device) ->
         held_out = make_loader(validation, Sampler(validation, seed ^ VALIDATION), model, comm, device)
     run, restarted = run_name(source), options.restart is not None
     return Job(input, state, loss, schedule, loader, held_out, numb_steps, seed, run, restarted, comm)
+
+
+def check_labels(training: DataSet, loss: Loss, comm: Comm, split: bool) -> None:
+    """Systems that the loss learns nothing from are named; when all are such, that is an error."""
+    mute = [s.name for s in training.systems if not loss.learns_from(s.label_names)]
+    told = comm.gather([len(training.systems), len(mute), mute[:NAMED]])
+    told = told[:1] if split else told  # the same data everywhere, or each its own
+    total, count = sum(t[0] for t in told), sum(t[1] for t in told)
+    if count == total:
+        raise UserError("training/training_data: no system has a label (energy.npy, force.npy, …) that the loss uses.")
+    if count and comm.rank == 0:
+        names = [name for t in told for name in t[2]][:NAMED]
+        more = f" and {count - len(names)} more" if count > len(names) else ""
+        log.warning(
+            f"{count} of {total} training systems have no label (energy.npy, force.npy, …) that the loss uses, "
+            f"nothing is learned from them: {', '.join(names)}{more}"
+        )
 
 
 def initial_state(

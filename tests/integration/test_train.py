@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from tiny import rows, write_data, write_input
+from tiny import dp, rows, write_data, write_input
 
 from allforce.cli import main
 from allforce.infer.model_file import load_model
@@ -288,11 +288,28 @@ def test_numbers_per_type_are_held_against_the_types_of_the_data(folder, capsys)
 
 
 def test_systems_without_labels_teach_nothing(folder, capsys):
-    for label in ("energy", "force"):
-        (folder / "small" / "set.000" / f"{label}.npy").unlink()
+    assert train(folder, training__numb_steps=1) == 0
+    assert "no label" not in capsys.readouterr().err
+    (folder / "small" / "set.000" / "energy.npy").unlink()
+    assert train(folder, training__numb_steps=1) == 0
+    assert "no label" not in capsys.readouterr().err  # forces are enough
+    (folder / "small" / "set.000" / "force.npy").unlink()
     assert train(folder, training__numb_steps=5) == 0
+    assert re.search("WARNING 1 of 2 training systems have no label .* from them: small\n", capsys.readouterr().err)
     assert train(folder, training__training_data={"systems": "small"}) == 2
     assert "no system has a label" in capsys.readouterr().err
+
+
+def test_systems_without_labels_of_all_workers_are_named(folder, capsys):
+    for label in ("energy", "force"):
+        (folder / "small" / "set.000" / f"{label}.npy").unlink()
+    data = {"systems": ["large", "held", "small"]}  # with partition the last is that of rank 1
+    for sharding in ("global", "partition"):
+        write_input(folder, training__sharding=sharding, training__training_data=data)
+        done = dp(folder, "train", "input.json", "--workers", "2")
+        assert done.returncode == 0, done.stderr
+        found = re.findall("WARNING (.*) training systems have no label .* from them: (.*)", done.stderr)
+        assert found == [("1 of 3", "small")]
 
 
 def test_a_frame_without_atoms_is_an_error_of_the_data(folder, capsys):
