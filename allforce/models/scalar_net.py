@@ -53,7 +53,7 @@ def unbend(layer: Layer, c: Curve, a_bar: Tensor, z_dot: Tensor) -> tuple[Tensor
     """z̄ (n, out), and the gradients of b and of idt."""
     assert c.G is not None
     if c.d is None or c.dd is None:
-        z_bar, b_bar, idt_bar = torch.empty_like(c.t), torch.empty_like(c.t[0]), torch.empty_like(c.t[0])
+        z_bar, b_bar, idt_bar = torch.empty_like(c.t), torch.empty_like(layer.b), torch.empty_like(layer.b)
         arrays = (y.detach().numpy() for y in (c.t, idt_or_one(layer), c.steep, a_bar, c.G, z_dot))
         kernels.tanh_adjoint(*arrays, z_bar.numpy(), b_bar.numpy(), idt_bar.numpy())
         return z_bar, b_bar, idt_bar

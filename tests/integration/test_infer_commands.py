@@ -332,7 +332,7 @@ def test_show(folder: Path, dp: Command) -> None:
 def test_observed_types_of_a_training(folder: Path, dp: Command) -> None:
     """C has no atom in the data, though it has an energy; the checkpoint, the model and DeePMD-kit's entry agree."""
     descriptor = {"type": "se_e2_a", "sel": [30, 4, 40], "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4], "axis_neuron": 2}
-    fitting = {"neuron": [4], "activation_function": "gelu", "atom_ener": [-9.0, -5.0, -1.0]}
+    fitting = {"neuron": [4], "atom_ener": [-9.0, -5.0, -1.0]}
     section = {
         "model": {"type_map": ["O", "C", "H"], "descriptor": descriptor, "fitting_net": fitting},
         "learning_rate": {"start_lr": 0.001},

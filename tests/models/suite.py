@@ -209,3 +209,16 @@ class ModelSuite:
             assert float(g.view(-1)[place]) == pytest.approx((up - down) / (2 * h), rel=1e-5, abs=1e-8)
             compared += abs(float(g.view(-1)[place])) > 1e-8
         assert compared > len(parameters) // 2
+
+    def test_a_batch_without_atoms_of_a_type(self, model):
+        """The gradient of a sum over two frames is the sum of theirs, also where a frame has atoms of one type only."""
+        mixed, pure = self.frame(model, 13), self.frame(model, 14, "triclinic", 6)
+        pure.type[:] = len(model.type_map) - 1
+        parameters = [p for p in model.parameters() if p.requires_grad]
+
+        def gradient(*frames: Frame) -> torch.Tensor:
+            p = model(batch_of(model, *frames))
+            loss = (p.energy**2).sum() + (p.force**2).sum() + (p.virial**2).sum()
+            return torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
+
+        torch.testing.assert_close(gradient(mixed, pure), gradient(mixed) + gradient(pure), rtol=1e-10, atol=1e-10)
