@@ -475,7 +475,7 @@ class Training(Section):
     save_freq: Int = key(1000, "Steps between checkpoints.", ge=1)
     save_ckpt: Name = key("model.ckpt", "Beginning of the names of checkpoints.")
     save_dir: Name | None = key(None, "Folder of the checkpoints; the current one when left out.")
-    max_ckpt_keep: Int = key(5, "Checkpoints kept, the newest ones.", ge=1)
+    max_ckpt_keep: Int = key(5, "Checkpoints of the run kept, the newest ones.", ge=1)
     change_bias_after_training: bool = key(False, "Fit the energy bias again to the errors of the trained model.")
     disp_training: bool = key(True, "Write the learning curve.")
     time_training: bool = key(True, "Show the time of training in the log.")

@@ -76,7 +76,7 @@ def _batch_sizes(
     systems: list[System], batch_size: int | list[int] | str, name: str
 ) -> tuple[list[System], list[int], int]:
     """(systems kept, frames of a batch of each, N of "mixed:N" or 0)"""
-    key = f"training.{name}_data.batch_size"
+    key = f"training/{name}_data/batch_size"
     if isinstance(batch_size, list):
         if len(batch_size) != len(systems):
             raise UserError(
@@ -111,14 +111,14 @@ def _batch_sizes(
 def _probabilities(n_batches: np.ndarray, auto_prob: str, sys_probs: list[float] | None, name: str) -> np.ndarray:
     count = len(n_batches)
     if sys_probs is not None:
-        return _given(n_batches, np.array(sys_probs, dtype=np.float64), f"training.{name}_data.sys_probs")
+        return _given(n_batches, np.array(sys_probs, dtype=np.float64), f"training/{name}_data/sys_probs")
     form, *blocks = auto_prob.replace(" ", "").split(";")
     if form == "prob_uniform" and not blocks:
         return np.full(count, 1 / count)
     if form == "prob_sys_size":
-        return _blocks(n_batches, blocks or [f"0:{count}:1.0"], f"training.{name}_data.auto_prob")
+        return _blocks(n_batches, blocks or [f"0:{count}:1.0"], f"training/{name}_data/auto_prob")
     raise UserError(
-        f'training.{name}_data.auto_prob: {auto_prob!r} is none of "prob_uniform", "prob_sys_size", '
+        f'training/{name}_data/auto_prob: {auto_prob!r} is none of "prob_uniform", "prob_sys_size", '
         '"prob_sys_size;start:end:weight;…"'
     )
 

@@ -36,7 +36,7 @@ def open_systems(
     places = find_systems(entries, rglob_patterns)
     if size > 1:
         if not type_map:
-            raise UserError("sharding 'partition' needs model.type_map, because no worker opens all systems")
+            raise UserError("sharding 'partition' needs model/type_map, because no worker opens all systems")
         if size > len(places):
             raise UserError(
                 f"sharding 'partition' deals {len(places)} system(s) to {size} workers: some would have none. "

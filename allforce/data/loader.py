@@ -118,7 +118,7 @@ class Loader:
         if dropped and not self.dropped:
             log.warning(
                 "%s: %d neighbours are beyond sel = %s and are left out, the farthest of each type first. "
-                "Raise model.descriptor.sel, or set it to auto",
+                "Raise model/descriptor/sel, or set it to auto",
                 where, dropped, self.sel,
             )  # fmt: skip
         self.dropped += dropped
@@ -138,7 +138,7 @@ class Loader:
             ):
                 if want and found != want and not (key == "fparam" and default and found == 0):
                     what = f"has {found} of them" if found else f"has no {key}.npy"
-                    raise UserError(f"model.fitting_net.numb_{key} is {want}, but {s.name} {what}")
+                    raise UserError(f"model/fitting_net/numb_{key} is {want}, but {s.name} {what}")
 
     def _with_parameters(self, frame: Frame) -> Frame:
         fparam = frame.fparam if self.numb_fparam else None

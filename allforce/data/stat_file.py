@@ -1,4 +1,4 @@
-"""The cache of statistics (training.stat_file), in DeePMD-kit's layout.
+"""The cache of statistics (training/stat_file), in DeePMD-kit's layout.
 
 An HDF5 file when the name ends in .h5 or .hdf5, else a directory. Inside a group named by the type map:
 bias_atom_energy, std_atom_energy (nt, 1), fparam, aparam (n, 3), and, in a group named by a hash of the descriptor's
@@ -67,7 +67,7 @@ class StatFile:
             try:
                 _write(self.path, self.group, self.new)
             except OSError as error:
-                raise UserError(f"training.stat_file {self.path!r} cannot be written ({error})") from None
+                raise UserError(f"training/stat_file {self.path!r} cannot be written ({error})") from None
         self.new = {}
 
 
@@ -111,7 +111,7 @@ def _read(path: str, group: str) -> dict[str, np.ndarray]:
                     found[os.path.relpath(file, root)] = np.load(file, allow_pickle=False)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"training.stat_file {path!r} cannot be read ({error}). Remove it or name another one"
+            f"training/stat_file {path!r} cannot be read ({error}). Remove it or name another one"
         ) from None
     return {k: v for k, v in found.items() if v.dtype.kind in "fiu"}
 

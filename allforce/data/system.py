@@ -57,7 +57,7 @@ class System(ABC):
             if missing:
                 raise UserError(
                     f"{self.name}: the type(s) {', '.join(missing)} of its type map {own} are not in the model's "
-                    f"type_map {type_map}. Add them to model.type_map or leave the system out"
+                    f"type_map {type_map}. Add them to model/type_map or leave the system out"
                 )
             self._to_model = np.array([index[name] for name in own], dtype=np.int64)
         if not self.mixed:
@@ -89,8 +89,8 @@ def adopt_type_map(systems: list[System]) -> list[str]:
         if s.type_names != adopted[: len(s.type_names or [])]:
             assert longest is not None
             raise UserError(
-                f"model.type_map is not given and the type maps of the data differ: {adopted} in {longest.name}, "
-                f"{s.type_names} in {s.name}. Give model.type_map, the list of all element names"
+                f"model/type_map is not given and the type maps of the data differ: {adopted} in {longest.name}, "
+                f"{s.type_names} in {s.name}. Give model/type_map, the list of all element names"
             )
     unnamed = [s for s in systems if s.type_names is None and not s.mixed]
     if not adopted and unnamed:
@@ -98,7 +98,7 @@ def adopt_type_map(systems: list[System]) -> list[str]:
     for s in systems:
         adopted += [name for name in s.type_names or [] if name not in adopted]
     if not adopted:
-        raise UserError("model.type_map is not given and no system names its types: give model.type_map")
+        raise UserError("model/type_map is not given and no system names its types: give model/type_map")
     return adopted
 
 

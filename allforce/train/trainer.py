@@ -15,10 +15,11 @@ from allforce.data.batch import Batch
 from allforce.distributed.comm import Comm
 from allforce.errors import UserError
 from allforce.train import checkpoint
+from allforce.train.build import change_bias
 from allforce.train.clock import Clock
 from allforce.train.display import Display
 from allforce.train.logs import CollectHandler, log
-from allforce.train.start import Job, change_bias
+from allforce.train.start import Job
 
 NEVER = 2**62
 
@@ -106,7 +107,8 @@ class Trainer:
     def stop_not_finite(self, step: int) -> None:
         mine = [name for name, loss in self.seen if not torch.isfinite(loss)] if self.watch else self.job.names_of(step)
         names = [name for rank in self.comm.gather(mine) for name in rank]
-        kept = [path for saved, path in checkpoint.numbered(self.job.prefix) if saved <= step]
+        mine = [str(p) for p in checkpoint.of_run(self.job.prefix, self.job.run, step)] if self.comm.rank == 0 else []
+        kept = self.comm.gather(mine)[0]
         where = f"The last good checkpoint is {kept[-1]}." if kept else "No checkpoint had been written."
         raise UserError(
             f"The loss is not finite at step {step}, in the batch of {'; '.join(names)}. {where} Look for wrong labels "

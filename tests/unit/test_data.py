@@ -193,7 +193,7 @@ def test_partition_opens_only_its_share(tmp_path):
     assert shares == [["s0", "s1", "s2"], ["s3", "s4"]]
     with pytest.raises(UserError, match="5 system.* to 6 workers"):
         open_systems(str(tmp_path), ["O", "H"], rank=0, size=6)
-    with pytest.raises(UserError, match="needs model.type_map"):
+    with pytest.raises(UserError, match="needs model/type_map"):
         open_systems(str(tmp_path), None, rank=0, size=2)
 
 

@@ -154,7 +154,7 @@ def test_probabilities(options, expected):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": [1]}, "training.training_data.batch_size: has 1 entries for 2 systems"),
+        ({"batch_size": [1]}, "training/training_data/batch_size: has 1 entries for 2 systems"),
         ({"batch_size": "automatic"}, "'automatic' is not a number"),
         ({"batch_size": 0}, "less than 1 frame"),
         ({"batch_size": "mixed:0"}, "less than 1 frame"),
