@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import MutableMapping
 
 from allforce import __version__
 from allforce.errors import UserError, file_problem
@@ -279,7 +280,18 @@ def _scaling_test(commands) -> None:
     p.add_argument("-o", "--output", default="scaling.png", help="picture; needs matplotlib")
 
 
+def wait_calmly(env: MutableMapping[str, str] = os.environ) -> None:
+    """Let torch's threads spin for a short time only when they wait for each other, before torch is loaded.
+
+    On cores that others use too, spinning threads keep the core from the one that they wait for.
+    """
+    if not env.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
+        env["GOMP_SPINCOUNT"] = "10000"
+
+
 def main(argv: list[str] | None = None) -> int:
+    if argv is None:  # a process of its own
+        wait_calmly()
     top = parser()
     args = top.parse_args(argv)
     args.argv = sys.argv[1:] if argv is None else argv

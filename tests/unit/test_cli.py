@@ -29,6 +29,16 @@ def test_help_is_quick_because_torch_stays_out():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
+def test_torch_threads_wait_calmly_unless_told_how():
+    env: dict[str, str] = {}
+    cli.wait_calmly(env)
+    assert env == {"GOMP_SPINCOUNT": "10000"}
+    for given in ({"GOMP_SPINCOUNT": "5"}, {"OMP_WAIT_POLICY": "active"}):
+        env = dict(given)
+        cli.wait_calmly(env)
+        assert env == given
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["--version"])
