@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import psutil
 import torch
 
 from ..errors import UserError
+from .comm import Comm
 from .launch import World
 
 Env = Mapping[str, str]
@@ -74,6 +76,21 @@ def choose_threads(world: World, env: Env = os.environ, cores: int | None = None
     if world.size == 1 or bound_by_launcher(world):
         return Threads(cores, inter, f"{cores} cores of this worker")
     return Threads(max(1, cores // world.local_size), inter, f"{cores} cores / {world.local_size} workers")
+
+
+def crowded(threads: Threads, comm: Comm) -> list[str]:
+    """A sentence for each host whose workers have more threads than they have CPUs; all workers call it."""
+    told = comm.gather([socket.gethostname(), threads.intra, sorted(os.sched_getaffinity(0))])
+    sentences = []
+    for host in dict.fromkeys(name for name, _, _ in told):
+        counts = [n for name, n, _ in told if name == host]
+        cpus = {cpu for name, _, own in told if name == host for cpu in own}
+        if sum(counts) > len(cpus):
+            sentences.append(
+                f"{host}: {len(counts)} worker(s) with {sum(counts)} threads share {len(cpus)} CPUs, which makes steps"
+                " much slower. Start fewer workers, or give them fewer threads (OMP_NUM_THREADS)."
+            )
+    return sentences
 
 
 def bound_by_launcher(world: World) -> bool:

@@ -77,7 +77,10 @@ def work(
     job = prepare(input, comm, options, device)
     for line in logs.summary(summary_rows(job, world, comm, device, threads), comm.size > 1):
         log.info(line)
+    warnings = devices.crowded(threads, comm) if device.type == "cpu" else []
     if comm.rank == 0:
+        for line in warnings:
+            log.warning(line)
         tell_start(job)
     if collector is not None:
         collector.flush_all()

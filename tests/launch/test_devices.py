@@ -4,7 +4,7 @@ import pytest
 
 from allforce.distributed import connect as connecting
 from allforce.distributed.comm import SerialComm
-from allforce.distributed.devices import choose_device, choose_threads, physical_cores
+from allforce.distributed.devices import Threads, choose_device, choose_threads, crowded, physical_cores
 from allforce.distributed.launch import World
 from allforce.distributed.spawn import worker_count
 from allforce.errors import UserError
@@ -86,6 +86,23 @@ def test_threads_at_least_one_and_serial():
 def test_threads_wrong(text):
     with pytest.raises(UserError, match=f"OMP_NUM_THREADS={text}"):
         choose_threads(World(), {"OMP_NUM_THREADS": text})
+
+
+def test_more_threads_than_cpus_is_told():
+    class Four(SerialComm):
+        size = 4
+        told: list = []
+
+        def gather(self, value):
+            return self.told
+
+    comm, threads = Four(), Threads(2, 1, "")
+    comm.told = [["a", 2, [0, 1]], ["a", 2, [2, 3]], ["b", 2, [0, 1, 2, 3]], ["b", 2, [0, 1, 2, 3]]]
+    assert crowded(threads, comm) == []  # cores of their own, or shared ones that are enough
+    comm.told[3][1] = 3
+    (sentence,) = crowded(threads, comm)
+    assert sentence.startswith("b: 2 worker(s) with 5 threads share 4 CPUs")
+    assert crowded(Threads(10**6, 1, ""), SerialComm())[0].count("1 worker(s) with 1000000 threads") == 1
 
 
 def test_physical_cores():
