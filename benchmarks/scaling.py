@@ -23,8 +23,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--precision", default="float64")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--steps", type=int, default=240)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=480)  # long enough that every worker has met most frames
+    parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     config = water_input(find_systems(args.data), args.steps, args.steps // 4, args.batch, args.precision)
     cases = [(w, 1) for w in args.workers] + [(1, cores)] * (cores > 1)
