@@ -231,6 +231,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_words(folder, capsys):
     assert re.search(r"not finite at step 11, in the batch of (small|large) frame \d+", error)
     assert "The last good checkpoint is model.ckpt-10.safetensors." in error
     assert [step for step, _ in checkpoint.numbered(folder / "model.ckpt")] == [10]
+    (folder / "model.ckpt-10.safetensors").rename(folder / "model.ckpt-0.safetensors")
+    assert train(folder, **huge) == 2  # what a run from the beginning finds there is another run's
+    assert "No checkpoint had been written." in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_average_of_the_interval(folder):
