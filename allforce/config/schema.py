@@ -493,6 +493,13 @@ class Training(Section):
         "from everything with its own seed; partition: every worker holds its share of the systems only.",
         own=True,
     )
+    cache_memory: float | None = key(
+        None,
+        "Memory of each host for frames kept ready with their neighbours, in GiB, shared by its workers; a quarter of "
+        "the host's memory when left out.",
+        ge=0,
+        own=True,
+    )
     gradient_precision: Literal["float32", "bfloat16"] | None = key(
         None, "Precision of the gradients between workers; that of the parameters when left out.", own=True
     )

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 
 from allforce.data.batch import LABELS, Batch, Edges, Frame
+from allforce.data.cache import Cache
 from allforce.data.dataset import DataSet
 from allforce.data.sampler import Sampler
 from allforce.errors import UserError
@@ -21,14 +20,13 @@ from allforce.neighbors import check_distances, limit_to_sel, neighbor_list
 
 log = logging.getLogger("deepmd.data")
 
-Kept = TypeVar("Kept")
 Pairs = tuple[np.ndarray, np.ndarray, np.ndarray]  # i (E,), j (E,), r (E, 3) of one frame, sorted by i
 
 
 class Loader:
     """Makes batches of the micro-batches of a sampler.
 
-    Frames and their neighbour pairs are kept in memory up to cache_bytes, the least recently used go first.
+    Frames and their neighbour pairs are kept in the cache, which other loaders of this worker may share.
     pair_exclude: type pairs that do not see each other (symmetric). sel None: no limit on the number of neighbours.
     """
 
@@ -41,7 +39,7 @@ class Loader:
         rank: int = 0,
         size: int = 1,
         device: str | torch.device = "cpu",
-        cache_bytes: int = 2 << 30,
+        cache: Cache | None = None,
         pair_exclude: list[tuple[int, int]] | list[list[int]] | None = None,
         numb_fparam: int = 0,
         numb_aparam: int = 0,
@@ -55,9 +53,7 @@ class Loader:
         self.seen = _seen(pair_exclude, self.ntypes)
         self.dropped = 0  # neighbours beyond sel so far
         self._check_parameters()
-        self._cache: OrderedDict[tuple[str, int, int], Any] = OrderedDict()
-        self._free = cache_bytes
-        self._lock = threading.Lock()
+        self._cache = Cache(1 << 30) if cache is None else cache
         self._pool: ThreadPoolExecutor | None = None
         self._ahead: deque[Future[Batch]] = deque()
 
@@ -70,7 +66,8 @@ class Loader:
     def make(self, members: list[tuple[int, int]]) -> Batch:
         """The batch of these (system, frame) pairs; a batch of one frame is kept as it is."""
         if len(members) == 1:
-            batch = self._kept(("batch", *members[0]), lambda: self._join(members, [self._prepare(*members[0])]))
+            key = (id(self), "batch", *members[0])
+            batch = self._cache.kept(key, lambda: self._join(members, [self._prepare(*members[0])]), _bytes)
         else:
             batch = self._join(members, [self.frame(i, k) for i, k in members])
         return batch if self.device.type == "cpu" else batch.pin_memory().to(self.device)
@@ -81,23 +78,7 @@ class Loader:
 
     def frame(self, i: int, k: int) -> tuple[Frame, Pairs]:
         """Frame k of system i, sorted by type, with its neighbour pairs."""
-        return self._kept(("frame", i, k), lambda: self._prepare(i, k))
-
-    def _kept(self, key: tuple[str, int, int], make: Callable[[], Kept]) -> Kept:
-        """From memory, or made and kept; the least recently used make room."""
-        with self._lock:
-            if key in self._cache:
-                self._cache.move_to_end(key)
-                return self._cache[key]
-        made = make()
-        with self._lock:
-            if key not in self._cache:
-                self._cache[key] = made
-                self._free -= _bytes(made)
-            while self._free < 0:
-                _, old = self._cache.popitem(last=False)
-                self._free += _bytes(old)
-        return made
+        return self._cache.kept((id(self), "frame", i, k), lambda: self._prepare(i, k), _bytes)
 
     def _prepare(self, n: int, k: int) -> tuple[Frame, Pairs]:
         system = self.dataset.systems[n]

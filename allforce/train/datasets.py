@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import socket
 
 import numpy as np
 import torch
 
 from allforce.config.schema import DataConfig, Input, ModelConfig
+from allforce.data.cache import Cache, memory_of_host
 from allforce.data.dataset import DataSet
 from allforce.data.discover import open_systems, partition
 from allforce.data.loader import Loader
@@ -66,7 +68,16 @@ def fingerprint(dataset: DataSet) -> str:
     return digest.hexdigest()[:16]
 
 
-def make_loader(dataset: DataSet, sampler: Sampler, model: ModelConfig, comm: Comm, device: torch.device) -> Loader:
+def make_cache(memory: float | None, comm: Comm) -> Cache:
+    """This worker's share of the memory (GiB; None: a quarter of what the host has) for frames on this host."""
+    host = socket.gethostname()
+    size = memory_of_host() / 4 if memory is None else memory * 2**30
+    return Cache(int(size / comm.gather(host).count(host)))
+
+
+def make_loader(
+    dataset: DataSet, sampler: Sampler, model: ModelConfig, comm: Comm, device: torch.device, cache: Cache
+) -> Loader:
     fitting, sel = model.fitting_net, model.descriptor.sel
     assert isinstance(sel, list)  # since complete_model
     return Loader(
@@ -77,6 +88,7 @@ def make_loader(dataset: DataSet, sampler: Sampler, model: ModelConfig, comm: Co
         comm.rank,
         comm.size,
         device,
+        cache,
         pair_exclude=model.pair_exclude_types,
         numb_fparam=fitting.numb_fparam,
         numb_aparam=fitting.numb_aparam,

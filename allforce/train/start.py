@@ -22,7 +22,7 @@ from allforce.loss import Loss
 from allforce.models.potential import MODELS, Prediction
 from allforce.schedule import Schedule
 from allforce.train.build import change_bias, complete_model, set_statistics, set_table, table_nodes
-from allforce.train.datasets import make_loader, open_data
+from allforce.train.datasets import make_cache, make_loader, open_data
 from allforce.train.logs import log
 from allforce.train.source import Options, Source, read_source, run_name, shared_seed
 from allforce.train.state import State
@@ -91,11 +91,12 @@ def prepare(input: Input, comm: Comm, options: Options, device: torch.device) ->
     check_labels(training, loss, comm, split)
     schedule = Schedule(input.learning_rate, numb_steps, comm.size)
     sampler = make_sampler(training, seed, input.training.sharding, comm.rank)
-    loader = make_loader(training, sampler, model, comm, device)
+    cache = make_cache(input.training.cache_memory, comm)
+    loader = make_loader(training, sampler, model, comm, device, cache)
     state = initial_state(input, loader, loss, source, options, nearest, comm)
     held_out = None
     if validation is not None:
-        held_out = make_loader(validation, Sampler(validation, seed ^ VALIDATION), model, comm, device)
+        held_out = make_loader(validation, Sampler(validation, seed ^ VALIDATION), model, comm, device, cache)
     run, restarted = run_name(source), options.restart is not None
     return Job(input, state, loss, schedule, loader, held_out, numb_steps, seed, run, restarted, comm)
 

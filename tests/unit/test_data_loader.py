@@ -1,6 +1,7 @@
 """Batches: collate against a plain reading of the frames, cache, background thread, parameters, mistakes."""
 
 import logging
+import socket
 
 import numpy as np
 import pytest
@@ -8,12 +9,15 @@ import torch
 from data_files import arrays, write_npy
 
 from allforce.data.batch import Frame
+from allforce.data.cache import Cache, _group_limits, memory_of_host
 from allforce.data.dataset import DataSet
 from allforce.data.discover import open_systems
 from allforce.data.loader import Loader, collate
 from allforce.data.sampler import Sampler
+from allforce.distributed.comm import SerialComm
 from allforce.errors import UserError
 from allforce.neighbors import neighbor_list
+from allforce.train.datasets import make_cache
 
 TYPES = (1, 0, 1, 2, 0)
 MAP = ["A", "B", "C"]
@@ -140,10 +144,48 @@ def test_unequal_labels_in_a_batch():
 
 def test_cache_is_bounded_and_changes_nothing(tmp_path):
     loader = make(tmp_path, (6, 6), batch_size=1)
-    tiny = make(tmp_path, (6, 6), batch_size=1, cache_bytes=7000)
+    tiny, none = (make(tmp_path, (6, 6), batch_size=1, cache=Cache(size)) for size in (7000, 0))
     for m in range(40):
-        assert torch.equal(loader.batch(m).edges.r, tiny.batch(m).edges.r)
-    assert len(loader._cache) == 12 and 0 < len(tiny._cache) < 4
+        expected = loader.batch(m).edges.r
+        assert torch.equal(tiny.batch(m).edges.r, expected) and torch.equal(none.batch(m).edges.r, expected)
+    assert len(loader._cache) == 12 and 0 < len(tiny._cache) < 4 and len(none._cache) == 0
+
+
+def test_two_loaders_share_one_budget(tmp_path):
+    shared = Cache(7000)
+    first, second = (make(tmp_path / name, (6, 6), batch_size=1, cache=shared) for name in "ab")
+    second.dataset.systems[0].name = "other"
+    for m in range(12):
+        assert torch.equal(first.batch(m).coord, second.batch(m).coord)  # equal files: keys must not meet
+        assert "other" not in first.batch(m).name
+    assert 0 < len(shared) < 4 and shared.free >= 0
+
+
+class Hosts(SerialComm):
+    """Workers on several hosts, of which this one runs `here`."""
+
+    def __init__(self, here, elsewhere):
+        self.names = [socket.gethostname()] * here + ["elsewhere"] * elsewhere
+        self.size = len(self.names)
+
+    def gather(self, value):
+        return self.names
+
+
+def test_workers_of_a_host_share_its_memory():
+    assert make_cache(4.0, SerialComm()).free == 4 * 2**30
+    assert make_cache(4.0, Hosts(32, 32)).free == 2**27
+    assert make_cache(None, Hosts(2, 0)).free == memory_of_host() // 8
+
+
+def test_limit_of_a_control_group(tmp_path):
+    (tmp_path / "self").write_text("0::/job_7/step_0\n")
+    group = tmp_path / "root/job_7"
+    (group / "step_0").mkdir(parents=True)
+    (group / "memory.max").write_text("1000\n")
+    (group / "step_0/memory.max").write_text("max\n")
+    assert _group_limits(tmp_path / "self", tmp_path / "root") == [1000]
+    assert _group_limits(tmp_path / "none") == []
 
 
 def test_background_thread(tmp_path):
