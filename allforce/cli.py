@@ -22,6 +22,14 @@ BACKENDS = {
     "tensorflow2": ["--tf2", "--tensorflow2"],
     "pytorch-exportable": ["--pt-expt", "--pytorch-exportable"],
 }
+ELSEWHERE = {
+    "compress": "models need no compression here: the embedding nets are always evaluated through a table. To compress "
+    "a model for DeePMD-kit, freeze it (`dp freeze -o model.dp`), convert and compress it there.",
+    "convert-backend": "there is one backend here. `dp freeze -c IN -o OUT` turns every model that can be read (.dp, "
+    ".yaml, .pt, a checkpoint) into .dp or .yaml; from .dp to .pth, .pb and others DeePMD-kit's own command converts.",
+    "convert-from": "only DeePMD-kit itself reads its old .pb models. Convert them there, at last with "
+    "`dp convert-backend model.pb model.dp`; .dp opens here.",
+}  # commands of DeePMD-kit, and what serves instead
 SHOWN = ["model-branch", "type-map", "descriptor", "fitting-net", "size", "observed-type", "serialization-tree"]
 
 
@@ -114,6 +122,8 @@ def parser() -> ArgumentParser:
     for name, flags in BACKENDS.items():
         backend.add_argument(*flags, dest="backend", action="store_const", const=name, help=argparse.SUPPRESS)
     commands = top.add_subparsers(title="commands", dest="command", metavar="COMMAND")
+    for name in ELSEWHERE:
+        commands.add_parser(name, add_help=False)  # without `help` the list of commands leaves it out
     for add in (
         _train,
         _test,
@@ -293,7 +303,12 @@ def main(argv: list[str] | None = None) -> int:
     if argv is None:  # a process of its own
         wait_calmly()
     top = parser()
-    args = top.parse_args(argv)
+    args, rest = top.parse_known_args(argv)
+    if args.command in ELSEWHERE:
+        print(f"dp {args.command}: error: {ELSEWHERE[args.command]}", file=sys.stderr)
+        return 2
+    if rest:
+        top.error(f"unrecognized arguments: {' '.join(rest)}")
     args.argv = sys.argv[1:] if argv is None else argv
     if args.command is None:
         top.print_help()

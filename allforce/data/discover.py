@@ -19,6 +19,7 @@ from allforce.data.system import System, adopt_type_map
 from allforce.errors import UserError
 
 ITEM = TypeVar("ITEM")
+LMDB = (".lmdb", ".mdb")
 FILES = (".h5", ".hdf5", ".xyz", ".extxyz", ".traj")  # files, besides directories, that rglob_patterns may find
 
 
@@ -87,6 +88,8 @@ def find_systems(entries: str | list[str], rglob_patterns: list[str] | None = No
 
 def _find(entry: str, patterns: list[str] | None) -> list[str]:
     file, _, group = entry.partition("#")
+    if os.path.isfile(entry) and entry.endswith(LMDB):
+        raise _lmdb(entry)
     if os.path.isdir(entry):
         return _match_folder(entry, patterns) if patterns else _walk(entry)
     if not os.path.isfile(file) and not os.path.isfile(entry):
@@ -109,6 +112,8 @@ def _walk(root: str) -> list[str]:
         with os.scandir(path) as entries:
             inside = sorted(entries, key=lambda e: e.name)
         is_system = any(e.name == "type.raw" for e in inside)
+        if not is_system and any(e.name == "data.mdb" for e in inside):
+            raise _lmdb(path)
         for e in inside:
             if e.name.startswith("set.") and not is_system and os.path.isfile(os.path.join(e.path, "coord.npy")):
                 raise UserError(f"{path}: has {e.name}/coord.npy, but type.raw is missing, with the type of every atom")
@@ -119,6 +124,13 @@ def _walk(root: str) -> list[str]:
 
     visit(root)
     return found
+
+
+def _lmdb(path: str) -> UserError:
+    return UserError(
+        f"{path}: is an LMDB database, a format of data that Allforce does not read. Expected a directory in "
+        "DeePMD-kit's npy layout, an HDF5 file or a file that ASE reads: write the frames in one of these"
+    )
 
 
 def _match_folder(root: str, patterns: list[str]) -> list[str]:

@@ -274,8 +274,8 @@ def _given(x: np.ndarray | None) -> np.ndarray:
 
 
 def _int(x: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(x, dtype=np.int64))
+    return torch.from_numpy(np.require(x, np.int64, ["C", "W"]))  # a tensor is writable: what is not is copied
 
 
 def _float(x: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(x, dtype=np.float64))
+    return torch.from_numpy(np.require(x, np.float64, ["C", "W"]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from .launch import World
 Env = Mapping[str, str]
 INTRA = ("DP_INTRA_OP_PARALLELISM_THREADS", "TF_INTRA_OP_PARALLELISM_THREADS", "OMP_NUM_THREADS")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
+THRESHOLDS = (2**30, 2**25)  # bytes; glibc before 2.35 refuses more than 32 MiB
 INTER = ("DP_INTER_OP_PARALLELISM_THREADS", "TF_INTER_OP_PARALLELISM_THREADS")
 
 
@@ -41,12 +42,15 @@ def setup(world: World) -> tuple[torch.device, Threads]:
     return device, threads
 
 
-def keep_freed_memory() -> None:
-    """Let malloc keep large freed blocks for the next step. Given back, they come again page by page as page faults,
-    which cost a fifth of a step on CPUs. Only glibc has mallopt; elsewhere nothing is changed."""
-    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
-        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-        mallopt(M_MMAP_THRESHOLD, 2**30)
+def keep_freed_memory(mallopt: Callable[[int, int], int] | None = None) -> int | None:
+    """Let malloc keep freed blocks up to a size, which is returned, for the next step. Given back, they come again page
+    by page as page faults, which cost a fifth of a step on CPUs. Only glibc has mallopt; elsewhere, and where it grants
+    nothing, all stays as it is: any threshold that is set ends its own search for a good one."""
+    mallopt = mallopt or getattr(ctypes.CDLL(None), "mallopt", None)
+    granted = next((n for n in THRESHOLDS if mallopt(M_MMAP_THRESHOLD, n)), None) if mallopt is not None else None
+    if mallopt is not None and granted is not None:
+        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)  # any value is granted
+    return granted
 
 
 def choose_device(world: World, env: Env = os.environ, count: int | None = None) -> torch.device:

@@ -71,10 +71,7 @@ def read(path: str | Path) -> Checkpoint:
             header = (file.metadata() or {}).get("allforce")
             tensors = {k: file.get_tensor(k) for k in file.keys()}
     except (SafetensorError, OSError) as error:
-        raise UserError(
-            f"{path}: this checkpoint cannot be read, it is damaged or not a checkpoint ({error}). "
-            "Take an earlier one of the same run."
-        ) from None
+        raise UserError(f"{path}: {_no_checkpoint(path, error)}") from None
     if header is None:
         raise UserError(
             f"{path}: a safetensors file, but not a checkpoint of allforce. Give one that `dp train` wrote."
@@ -87,9 +84,29 @@ def read(path: str | Path) -> Checkpoint:
     return Checkpoint(tensors, meta, path)
 
 
+def _no_checkpoint(path: Path, error: Exception) -> str:
+    """Why a file cannot be read, by how it begins: 8 bytes (the length of the header), then the header, a JSON text."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(64)
+    except OSError as problem:
+        return f"cannot be read ({problem.strerror})."
+    if head[8:9] == b"{" and b"\0" in head[:8]:
+        return f"this checkpoint is damaged ({error}). Take an earlier one of the same run."
+    if not head:
+        return "the file is empty. Take an earlier checkpoint of the same run."
+    first = head.split(b"\n")[0]
+    is_text = all(byte >= 32 or byte in b"\t\r\n" for byte in head)
+    what = f"a text that begins with {first.decode(errors='replace')!r}" if is_text else "a file of another kind"
+    remedy = "Give a checkpoint that `dp train` wrote, or a model file (.dp, .yaml, .pt)."
+    return f"not a checkpoint or model, but {what}. {remedy}"
+
+
 def find(name: str | Path) -> Path:
-    """The file meant by a file name, a prefix (model.ckpt) or a directory that has a file `checkpoint`."""
+    """The file meant by a file name, a prefix (model.ckpt), a directory that has a file `checkpoint`, or that file."""
     path = Path(name)
+    if path.name == NEWEST and path.is_file():
+        path = path.parent
     if path.is_file():
         return path
     if path.is_dir():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 import numpy as np
@@ -144,6 +145,34 @@ def test_frame_and_atomic_parameters() -> None:
         dp.eval(x, cell, types)
     with pytest.raises(UserError, match="fparam has shape"):
         dp.eval(x, cell, types, fparam=[1.0, 2.0, 3.0], aparam=[0.3])
+
+
+def test_python_of_the_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the folder of the water example, as the page says, with a model beside it."""
+    root = Path(__file__).resolve().parents[2]
+    blocks = re.findall(r"```python\n(.*?)```", (root / "docs/quickstart.md").read_text(), re.S)
+    (tmp_path / "data").symlink_to(root / "examples/water/data")
+    save_model(make(), tmp_path / "model.dp")
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    for block in blocks:
+        exec(block, names)
+    assert names["force"].shape == (20, 96, 3) and names["energy"].shape == (20, 1)
+    assert names["atoms"].get_potential_energy() == pytest.approx(names["energy"][0, 0])
+
+
+def test_arrays_that_may_not_be_written_to() -> None:
+    """Warnings are errors here, and torch warns of a tensor over read-only memory."""
+    dp = DeepPot(make({"numb_fparam": 2, "numb_aparam": 1}))
+    x, cell, types = arrays(water())
+    order = np.argsort(types, kind="stable")
+    x, types = x.reshape(1, -1, 3)[:, order], np.array(types)[order]
+    fparam, aparam = np.ones(2), np.ones((len(types), 1))
+    before = dp.eval(x, cell, types, fparam=fparam, aparam=aparam)
+    for array in (x, cell, types, fparam, aparam):
+        array.setflags(write=False)
+    for a, b in zip(before, dp.eval(x, cell, types, fparam=fparam, aparam=aparam), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_wrong_arrays_are_named() -> None:

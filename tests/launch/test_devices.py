@@ -4,7 +4,15 @@ import pytest
 
 from allforce.distributed import connect as connecting
 from allforce.distributed.comm import SerialComm
-from allforce.distributed.devices import Threads, choose_device, choose_threads, crowded, physical_cores
+from allforce.distributed.devices import (
+    M_TRIM_THRESHOLD,
+    Threads,
+    choose_device,
+    choose_threads,
+    crowded,
+    keep_freed_memory,
+    physical_cores,
+)
 from allforce.distributed.launch import World
 from allforce.distributed.spawn import worker_count
 from allforce.errors import UserError
@@ -103,6 +111,20 @@ def test_more_threads_than_cpus_is_told():
     (sentence,) = crowded(threads, comm)
     assert sentence.startswith("b: 2 worker(s) with 5 threads share 4 CPUs")
     assert crowded(Threads(10**6, 1, ""), SerialComm())[0].count("1 worker(s) with 1000000 threads") == 1
+
+
+@pytest.mark.parametrize("largest, granted", [(2**40, 2**30), (2**25, 2**25), (2**20, None)])
+def test_malloc_is_asked_for_what_it_grants(largest, granted):
+    """glibc before 2.35 refuses thresholds above 32 MiB, and any setting ends its own search for a good one."""
+    calls = []
+
+    def mallopt(parameter, value):
+        calls.append((parameter, value))
+        return int(parameter == M_TRIM_THRESHOLD or value <= largest)
+
+    assert keep_freed_memory(mallopt) == granted
+    assert ((M_TRIM_THRESHOLD, 2**31 - 1) in calls) == (granted is not None)
+    assert keep_freed_memory() in (None, 2**30, 2**25)
 
 
 def test_physical_cores():

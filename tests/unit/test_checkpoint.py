@@ -31,7 +31,7 @@ def test_found_by_file_prefix_and_folder(tmp_path, monkeypatch):
     for step in (5, 10):
         newest = checkpoint.save(tmp_path / "model.ckpt", make(step), keep=5)
     assert (tmp_path / "checkpoint").read_text() == "model.ckpt-10.safetensors"
-    for name in (newest, "model.ckpt", "model.ckpt-10", "."):
+    for name in (newest, "model.ckpt", "model.ckpt-10", ".", "checkpoint"):
         assert checkpoint.read(checkpoint.find(name)).step == 10
     assert checkpoint.read(checkpoint.find("model.ckpt-5")).step == 5
 
@@ -82,9 +82,18 @@ def test_truncated_and_foreign_files_are_refused(tmp_path):
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(UserError, match="damaged"):
         checkpoint.read(path)
-    path.write_bytes(b"not at all a checkpoint")
-    with pytest.raises(UserError, match="damaged"):
-        checkpoint.read(path)
+    for content, what in (
+        (
+            b"not at all a checkpoint",
+            "not a checkpoint or model, but a text that begins with 'not at all a checkpoint'",
+        ),
+        (b"\x80\x02}q\x00(X\x05\x00\x00\x00modelq", "not a checkpoint or model, but a file of another kind"),
+        (b"", "the file is empty"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=what) as refused:
+            checkpoint.read(path)
+        assert "damaged" not in str(refused.value)
     with pytest.raises(UserError, match="no such checkpoint"):
         checkpoint.find(tmp_path / "nothing")
 

@@ -45,6 +45,25 @@ def test_version(capsys):
     assert ended.value.code == 0 and __version__ in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "line, serves",
+    [
+        ("compress -i graph.pb -o graph-compress.pb", "models need no compression"),
+        ("--pt convert-backend model.dp model.pth", "`dp freeze -c IN -o OUT`"),
+        ("convert-from 1.3 -i a.pb -o b.pb", "`dp convert-backend model.pb model.dp`"),
+    ],
+)
+def test_commands_of_deepmd_kit_say_what_serves_instead(capsys, line, serves):
+    assert cli.main(line.split()) == 2
+    assert serves in capsys.readouterr().err
+
+
+def test_unknown_flags_are_errors(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["show", "model.dp", "size", "--loudly"])
+    assert ended.value.code == 2 and "unrecognized arguments: --loudly" in capsys.readouterr().err
+
+
 @pytest.fixture
 def commands(monkeypatch):
     """Calls of `dp train` instead of trainings."""

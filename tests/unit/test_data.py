@@ -280,6 +280,15 @@ def test_nothing_there(tmp_path):
         open_systems(str(tmp_path / "empty"), ["O"])
     write_npy(tmp_path / "untyped" / "s", arrays(1))
     (tmp_path / "untyped" / "s" / "type.raw").unlink()
+    (tmp_path / "frames.lmdb").mkdir()
+    (tmp_path / "frames.lmdb/data.mdb").touch()
+    with pytest.raises(
+        UserError, match="frames.lmdb: is an LMDB database, a format of data that Allforce does not read"
+    ):
+        open_systems(str(tmp_path / "frames.lmdb"), ["O"])
+    (tmp_path / "one.lmdb").touch()
+    with pytest.raises(UserError, match="one.lmdb: is an LMDB database"):
+        open_systems(str(tmp_path / "one.lmdb"), ["O"])
     with pytest.raises(UserError, match="untyped/s: has set.000/coord.npy, but type.raw is missing"):
         open_systems(str(tmp_path / "untyped"), ["O"])
     with pytest.raises(UserError, match="missing' does not exist"):
