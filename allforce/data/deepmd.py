@@ -215,7 +215,7 @@ class Set:
             arrays.pop("box", None)
         coord = arrays["coord"]
         rows = 1 if len(coord.shape) <= 1 else coord.shape[0]
-        self.arrays = arrays
+        self.arrays, self.rows = arrays, rows
         names = sorted(arrays, key=lambda x: (x != "coord", x))  # the others' complaints would follow from coord's
         self.kinds = {x: _width(x, arrays[x], rows, natoms) for x in names}  # name -> numbers of a frame
         self.copies = self._copies(rows)
@@ -235,17 +235,17 @@ class Set:
     def row(self, name: str, k: int) -> np.ndarray:
         array = self.arrays[name]
         k = k if self.copies is None else int(self.copies[k])
-        whole = len(array.shape) == 1 and array.shape[0] == self.kinds[name] != 1  # one frame, written without its axis
-        return array.read() if whole else array.row(k)
+        if array.shape[:1] == (self.rows,):
+            return array.row(k)
+        return array.read().reshape(self.rows, self.kinds[name])[k]
 
 
 def _width(name: str, array: DiskArray, rows: int, natoms: int) -> int:
-    """Numbers of a frame in an array, which must have `rows` frames and the right width."""
-    shape = array.shape
-    if rows == 1 and len(shape) == 1:
-        found, width = 1, shape[0]
-    else:
-        found, width = (shape[0] if shape else 0), math.prod(shape[1:])
+    """Numbers of a frame in an array of `rows` frames. As in DeePMD-kit's loader the axes of coord.npy count, and all
+    other arrays may have any axes that reshape to (rows, width): (1, 5400) is 100 frames of 54 atoms.
+    """
+    shape, size = array.shape, math.prod(array.shape)
+    width = math.prod(shape[1:]) if shape[:1] == (rows,) else size // max(rows, 1)
     per_atom, each = LABELS.get(name, (False, 0))
     allowed = {
         "coord": [3 * natoms],
@@ -256,7 +256,7 @@ def _width(name: str, array: DiskArray, rows: int, natoms: int) -> int:
         "fparam": [width],
         "aparam": [width if width % natoms == 0 and width > 0 else natoms],
     }.get(name, [each * natoms if per_atom else each])
-    if found != rows or width not in allowed:
+    if size != rows * width or width not in allowed:
         expected = " or ".join(f"({rows}, {w})" for w in allowed)
         note = f"{rows} frames as in coord.npy"
         if name == "coord":

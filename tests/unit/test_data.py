@@ -262,6 +262,32 @@ def test_bad_system(tmp_path, how, message):
         open_one(place)
 
 
+@pytest.mark.parametrize("form", ["npy", "hdf5"])
+def test_axes_do_not_matter_as_in_deepmd_kit(tmp_path, form):
+    """Its loader reshapes all arrays but coord.npy; its fparam example has aparam.npy of shape (1, 5400)."""
+    plain = arrays(4) | {"aparam": np.arange(24.0).reshape(4, 6), "fparam": np.arange(8.0).reshape(4, 2)}
+    shapes = {
+        "aparam": (1, 24),
+        "fparam": (8,),
+        "box": (36,),
+        "energy": (1, 4),
+        "force": (1, 4, 3, 3),
+        "virial": (2, 18),
+    }
+    odd = plain | {name: plain[name].reshape(shape) for name, shape in shapes.items()}
+    a, b = (
+        open_one(write_npy(tmp_path / x, given) if form == "npy" else write_h5(tmp_path / f"{x}.h5", "/s", [given]))
+        for x, given in (("plain", plain), ("odd", odd))
+    )
+    assert (b.aparam_width, b.fparam_width) == (a.aparam_width, a.fparam_width) == (2, 2)
+    for k in range(4):
+        fa, fb = a.frame(k), b.frame(k)
+        for name in ("coord", "cell", "aparam", "fparam"):
+            np.testing.assert_array_equal(getattr(fa, name), getattr(fb, name))
+        for name in ("energy", "force", "virial"):
+            np.testing.assert_array_equal(fa.labels[name], fb.labels[name])
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("coord", np.nan), ("force", np.inf), ("box", np.nan), ("energy", -np.inf)]
 )
