@@ -60,14 +60,16 @@ def room(first):
     most = 0
     for i in range(first.shape[0] - 1):
         most = max(most, first[i + 1] - first[i])
-    return np.empty((10, most)), np.empty(most, dtype=np.int64), np.empty(most, dtype=np.int64)
+    return np.empty((12, most)), np.empty(most, dtype=np.int64), np.empty(most, dtype=np.int64)
 
 
 @njit(**inline)
-def on_grid(r, begin, end, avg, scale_r, scale_a, rs, rc, p, lo, inv_h, K, c, b):
+def on_grid(r, begin, end, avg, scale_r, scale_a, rs, rc, p, lo, inv_h, K, weighted, c, b):
     """Of the edges begin … end of one atom: x, x', q̂, q̂', unit vector, distance, place in the interval; the interval.
 
     A loop without branches, which the compiler turns into vector instructions. q̂ = q/dstd, slopes by the distance.
+    The last two columns are the weight of the row R̂ and its slope: 1 and 0, or the switch function w and w', and then
+    w is already in q̂.
     """
     for n in range(end - begin):
         e = begin + n
@@ -79,34 +81,44 @@ def on_grid(r, begin, end, avg, scale_r, scale_a, rs, rc, p, lo, inv_h, K, c, b)
         c[0, n], c[1, n], c[2, n], c[3, n] = x, ds * scale_r, q * scale_a, dq * scale_a
         c[4, n], c[5, n], c[6, n] = r[e, 0] * f, r[e, 1] * f, r[e, 2] * f
         c[7, n], c[8, n], c[9, n] = d, v - k, f
+        c[10, n], c[11, n] = 1.0, 0.0
         b[n] = np.int64(k)
+    if weighted:
+        for n in range(end - begin):
+            e = begin + n
+            d, s, ds, q, dq = radial(r[e, 0], r[e, 1], r[e, 2], rs, rc, p)
+            w, dw = s * (d + p), ds * (d + p) + s
+            c[10, n], c[11, n] = w, dw
+            c[3, n] = w * c[3, n] + dw * c[2, n]
+            c[2, n] = w * c[2, n]
 
 
 @njit(**inline)
-def neighbor_types(j, begin, end, types, tau, used, first_type, last_type, c, r_close, t):
-    """The neighbour type of each edge, counted from first_type, or −1 for an edge that is not on the grid now."""
+def neighbor_groups(j, begin, end, types, tau, used, group, first_group, last_group, c, r_close, t):
+    """The group of neighbour types of each edge, from first_group on, or −1 for an edge that is not on the grid now."""
     for n in range(end - begin):
         kind = types[j[begin + n]]
-        out = kind < first_type or kind >= last_type or not used[tau, kind] or c[7, n] < r_close
-        t[n] = -1 if out else kind - first_type
+        g = group[kind]
+        out = g < first_group or g >= last_group or not used[tau, kind] or c[7, n] < r_close
+        t[n] = -1 if out else g - first_group
 
 
 @njit(**options)
-def moments(r, j, first, types, center, used, rs, rc, p, r_close, lo, inv_h, K, begin, end, sel, A):
-    """A[i, :, (t − begin)·K + k] += B_k(x_e) R̂_e over the edges of i, and the empty slots of `sel`."""
+def moments(r, j, first, types, center, used, group, rs, rc, p, r_close, lo, inv_h, K, weighted, begin, end, sel, A):
+    """A[i, :, (t − begin)·K + k] += w_e B_k(x_e) R̂_e over the edges of i, and the empty slots of `sel`; t a group."""
     value = np.empty(LANES)
     c, b, t = room(first)
     for i in range(types.shape[0]):
         tau = types[i]
         avg, scale_r, scale_a = center[tau, 0], center[tau, 1], center[tau, 2]
         empty = sel.copy()
-        on_grid(r, first[i], first[i + 1], avg, scale_r, scale_a, rs, rc, p, lo, inv_h, K, c, b)
-        neighbor_types(j, first[i], first[i + 1], types, tau, used, begin, end, c, r_close, t)
+        on_grid(r, first[i], first[i + 1], avg, scale_r, scale_a, rs, rc, p, lo, inv_h, K, weighted, c, b)
+        neighbor_groups(j, first[i], first[i + 1], types, tau, used, group, begin, end, c, r_close, t)
         for n in range(first[i + 1] - first[i]):
-            empty[types[j[first[i] + n]]] -= 1.0
+            empty[group[types[j[first[i] + n]]]] -= 1.0
             if t[n] < 0:
                 continue
-            x, q = c[0, n], c[2, n]
+            x, q = c[10, n] * c[0, n], c[2, n]
             vx, vy, vz = q * c[4, n], q * c[5, n], q * c[6, n]
             polynomial(VALUE, c[8, n], value)
             k = t[n] * K + b[n]
@@ -119,13 +131,13 @@ def moments(r, j, first, types, center, used, rs, rc, p, r_close, lo, inv_h, K, 
         v = (x - lo) * inv_h
         k = min(max(int(v), 0), K - WIDTH)
         polynomial(VALUE, v - k, value)
-        for kind in range(begin, end):
+        for g in range(begin, end):
             for m in range(WIDTH):
-                A[i, 0, (kind - begin) * K + k + m] += max(empty[kind], 0.0) * value[m] * x
+                A[i, 0, (g - begin) * K + k + m] += max(empty[g], 0.0) * value[m] * x
 
 
 @njit(**options)
-def pull(r, j, first, types, center, used, rs, rc, p, r_close, lo, inv_h, K, begin, end, gA, g):
+def pull(r, j, first, types, center, used, group, rs, rc, p, r_close, lo, inv_h, K, weighted, begin, end, gA, g):
     """g_e = ∂E/∂r_e from gA = ∂E/∂A; edges to other types, and those not on the grid, are left as they are."""
     value = np.empty(LANES)
     slope = np.empty(LANES)
@@ -133,13 +145,13 @@ def pull(r, j, first, types, center, used, rs, rc, p, r_close, lo, inv_h, K, beg
     for i in range(types.shape[0]):
         tau = types[i]
         avg, scale_r, scale_a = center[tau, 0], center[tau, 1], center[tau, 2]
-        on_grid(r, first[i], first[i + 1], avg, scale_r, scale_a, rs, rc, p, lo, inv_h, K, c, b)
-        neighbor_types(j, first[i], first[i + 1], types, tau, used, begin, end, c, r_close, t)
+        on_grid(r, first[i], first[i + 1], avg, scale_r, scale_a, rs, rc, p, lo, inv_h, K, weighted, c, b)
+        neighbor_groups(j, first[i], first[i + 1], types, tau, used, group, begin, end, c, r_close, t)
         for n in range(first[i + 1] - first[i]):
             if t[n] < 0:
                 continue
             x, dx, q, dq = c[0, n], c[1, n], c[2, n], c[3, n]
-            nx, ny, nz = c[4, n], c[5, n], c[6, n]
+            nx, ny, nz, w, dw = c[4, n], c[5, n], c[6, n], c[10, n], c[11, n]
             polynomial(VALUE, c[8, n], value)
             polynomial(SLOPE, c[8, n], slope)
             k = t[n] * K + b[n]
@@ -157,7 +169,7 @@ def pull(r, j, first, types, center, used, rs, rc, p, r_close, lo, inv_h, K, beg
             vn = vx * nx + vy * ny + vz * nz
             sn = sx * nx + sy * ny + sz * nz
             across = q * c[9, n]
-            along = (v0 + (s0 * x + sn * q) * inv_h) * dx + vn * (dq - across)
+            along = (v0 * w + (s0 * w * x + sn * q) * inv_h) * dx + v0 * dw * x + vn * (dq - across)
             e = first[i] + n
             g[e, 0] = along * nx + across * vx
             g[e, 1] = along * ny + across * vy
@@ -165,7 +177,7 @@ def pull(r, j, first, types, center, used, rs, rc, p, r_close, lo, inv_h, K, beg
 
 
 @njit(**options)
-def push(r, j, first, types, center, used, rs, rc, p, r_close, lo, inv_h, K, begin, end, u, A):
+def push(r, j, first, types, center, used, group, rs, rc, p, r_close, lo, inv_h, K, weighted, begin, end, u, A):
     """The adjoint of pull: A += Σ_e ∂(B R̂)/∂r_e · u_e."""
     value = np.empty(LANES)
     slope = np.empty(LANES)
@@ -173,8 +185,8 @@ def push(r, j, first, types, center, used, rs, rc, p, r_close, lo, inv_h, K, beg
     for i in range(types.shape[0]):
         tau = types[i]
         avg, scale_r, scale_a = center[tau, 0], center[tau, 1], center[tau, 2]
-        on_grid(r, first[i], first[i + 1], avg, scale_r, scale_a, rs, rc, p, lo, inv_h, K, c, b)
-        neighbor_types(j, first[i], first[i + 1], types, tau, used, begin, end, c, r_close, t)
+        on_grid(r, first[i], first[i + 1], avg, scale_r, scale_a, rs, rc, p, lo, inv_h, K, weighted, c, b)
+        neighbor_groups(j, first[i], first[i + 1], types, tau, used, group, begin, end, c, r_close, t)
         for n in range(first[i + 1] - first[i]):
             if t[n] < 0:
                 continue
@@ -186,17 +198,123 @@ def push(r, j, first, types, center, used, rs, rc, p, r_close, lo, inv_h, K, beg
             k = t[n] * K + b[n]
             un = ux * nx + uy * ny + uz * nz
             dx = un * c[1, n]
+            y, dy = c[10, n] * c[0, n], c[10, n] * dx + c[11, n] * un * c[0, n]  # w x and its change
             across = q * c[9, n]
             along = (c[3, n] - across) * un
             vx, vy, vz = along * nx + across * ux, along * ny + across * uy, along * nz + across * uz
-            w0 = inv_h * dx * c[0, n]
+            w0 = inv_h * dx * y
             w = inv_h * dx * q
             wx, wy, wz = w * nx, w * ny, w * nz
             for m in range(WIDTH):
-                A[i, 0, k + m] += slope[m] * w0 + value[m] * dx
+                A[i, 0, k + m] += slope[m] * w0 + value[m] * dy
                 A[i, 1, k + m] += slope[m] * wx + value[m] * vx
                 A[i, 2, k + m] += slope[m] * wy + value[m] * vy
                 A[i, 3, k + m] += slope[m] * wz + value[m] * vz
+
+
+@njit(**options)
+def radial_moments(r, j, first, types, center, used, group, rs, rc, p, r_close, lo, inv_h, K, weighted, begin, end, A):
+    """A[i, 0, (t − begin)·K + k] += B_k(x_e): one component, no rows and no empty slots."""
+    value = np.empty(LANES)
+    c, b, t = room(first)
+    for i in range(types.shape[0]):
+        tau = types[i]
+        on_grid(
+            r,
+            first[i],
+            first[i + 1],
+            center[tau, 0],
+            center[tau, 1],
+            center[tau, 2],
+            rs,
+            rc,
+            p,
+            lo,
+            inv_h,
+            K,
+            False,
+            c,
+            b,
+        )
+        neighbor_groups(j, first[i], first[i + 1], types, tau, used, group, begin, end, c, r_close, t)
+        for n in range(first[i + 1] - first[i]):
+            if t[n] < 0:
+                continue
+            polynomial(VALUE, c[8, n], value)
+            for m in range(WIDTH):
+                A[i, 0, t[n] * K + b[n] + m] += value[m]
+
+
+@njit(**options)
+def radial_pull(r, j, first, types, center, used, group, rs, rc, p, r_close, lo, inv_h, K, weighted, begin, end, gA, g):
+    """g_e = ∂E/∂r_e from gA = ∂E/∂A of radial_moments."""
+    slope = np.empty(LANES)
+    c, b, t = room(first)
+    for i in range(types.shape[0]):
+        tau = types[i]
+        on_grid(
+            r,
+            first[i],
+            first[i + 1],
+            center[tau, 0],
+            center[tau, 1],
+            center[tau, 2],
+            rs,
+            rc,
+            p,
+            lo,
+            inv_h,
+            K,
+            False,
+            c,
+            b,
+        )
+        neighbor_groups(j, first[i], first[i + 1], types, tau, used, group, begin, end, c, r_close, t)
+        for n in range(first[i + 1] - first[i]):
+            if t[n] < 0:
+                continue
+            polynomial(SLOPE, c[8, n], slope)
+            s0 = 0.0
+            for m in range(WIDTH):
+                s0 += slope[m] * gA[i, 0, t[n] * K + b[n] + m]
+            along = s0 * inv_h * c[1, n]
+            e = first[i] + n
+            g[e, 0], g[e, 1], g[e, 2] = along * c[4, n], along * c[5, n], along * c[6, n]
+
+
+@njit(**options)
+def radial_push(r, j, first, types, center, used, group, rs, rc, p, r_close, lo, inv_h, K, weighted, begin, end, u, A):
+    """The adjoint of radial_pull."""
+    slope = np.empty(LANES)
+    c, b, t = room(first)
+    for i in range(types.shape[0]):
+        tau = types[i]
+        on_grid(
+            r,
+            first[i],
+            first[i + 1],
+            center[tau, 0],
+            center[tau, 1],
+            center[tau, 2],
+            rs,
+            rc,
+            p,
+            lo,
+            inv_h,
+            K,
+            False,
+            c,
+            b,
+        )
+        neighbor_groups(j, first[i], first[i + 1], types, tau, used, group, begin, end, c, r_close, t)
+        for n in range(first[i + 1] - first[i]):
+            if t[n] < 0:
+                continue
+            polynomial(SLOPE, c[8, n], slope)
+            e = first[i] + n
+            dx = (u[e, 0] * c[4, n] + u[e, 1] * c[5, n] + u[e, 2] * c[6, n]) * c[1, n] * inv_h
+            for m in range(WIDTH):
+                A[i, 0, t[n] * K + b[n] + m] += slope[m] * dx
 
 
 @njit(**options)

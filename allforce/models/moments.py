@@ -1,9 +1,10 @@
 """The fast path: spline moments of the neighbourhood of every atom, with closed-form derivatives.
 
-    A_i,t,k = Σ_{e of i, type t} B_k(x_e) R̂_e  + (sel_t − n_it) B_k(p_0) p     x_e = R̂_e0,  p = −davg/dstd of the centre
+    A_i,t,k = Σ_{e of i, type t} B_k(x_e) Y_e  + (sel_t − n_it) B_k(p_0) p     x_e = R̂_e0,  p = −davg/dstd of the centre
     T_i     = Σ_t,k A_i,t,k ⊗ C_t,k                                            C: the embedding nets as splines
     ∂E/∂r_e = pull(∂E/∂A),  ∂E/∂A = ∂E/∂T Cᵀ,  and for losses on forces its adjoint push(v): all of them linear
 
+The row Y_e of an edge is R̂_e, or w(r_e) R̂_e with the switch function w, or the number 1 (se_e2_r).
 A holds geometry only, no parameters. So the nets are evaluated on the K nodes of a grid instead of on every neighbour.
 With many types A is made for some neighbour types at a time and made again when it is needed: it costs little.
 """
@@ -12,15 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from allforce.data.batch import Edges
 from allforce.models import kernels
-from allforce.models.envmat import environment
+from allforce.models.envmat import environment, switch
 from allforce.models.spline import WIDTH, Grid
 
+Row = Literal["R", "w R", "1"]
 MOMENTS_BYTES = 256 << 20  # a larger A is made piece by piece
 
 
@@ -34,35 +37,46 @@ class Geometry:
     type_counts: tuple[int, ...]  # (nt,)
     center: Tensor  # (nt, 3) davg, 1/dstd radial, 1/dstd angular of the centre type
     used: Tensor  # (nt, nt) bool, False for excluded (centre, neighbour) types
-    sel: Tensor  # (nt,) float64 slots
+    sel: Tensor  # (groups,) float64 slots of neighbour types; 0: empty ones are counted elsewhere
     rs: float
     rc: float
     protection: float
     r_close: float  # closer neighbours are beyond the grid and are left to the exact path
     grid: Grid
     dtype: torch.dtype
+    row: Row = "R"  # Y_e
+    group: Tensor = None  # type: ignore[assignment]  # (nt,) int64 group of a neighbour type; left out: each its own
+
+    def __post_init__(self) -> None:
+        if self.group is None:
+            self.group = torch.arange(len(self.sel), device=self.type.device)
+
+    @property
+    def width(self) -> int:
+        """Components c of Y."""
+        return 1 if self.row == "1" else 4
 
     def pieces(self) -> list[tuple[int, int]]:
         """Ranges of neighbour types whose moments fit into MOMENTS_BYTES, at least one type each."""
-        ntypes = len(self.sel)
-        one = max(1, len(self.type) * 4 * self.grid.K * self.dtype.itemsize)
-        width = max(1, min(ntypes, MOMENTS_BYTES // one))
-        return [(t, min(t + width, ntypes)) for t in range(0, ntypes, width)]
+        groups = len(self.sel)
+        one = max(1, len(self.type) * self.width * self.grid.K * self.dtype.itemsize)
+        most = max(1, min(groups, MOMENTS_BYTES // one))
+        return [(t, min(t + most, groups)) for t in range(0, groups, most)]
 
     def new_moments(self, begin: int, end: int) -> Tensor:
-        shape = (len(self.type), 4, (end - begin) * self.grid.K)
+        shape = (len(self.type), self.width, (end - begin) * self.grid.K)
         return torch.zeros(shape, dtype=self.dtype, device=self.type.device)
 
     def blocks(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Rows (N·4, ·) of the atoms of each centre type: atoms are sorted by type."""
-        return zip(*(t.flatten(0, 1).split([4 * n for n in self.type_counts]) for t in tensors), strict=True)
+        """Rows (N·c, ·) of the atoms of each centre type: atoms are sorted by type."""
+        return zip(*(t.flatten(0, 1).split([self.width * n for n in self.type_counts]) for t in tensors), strict=True)
 
 
 def times(A: Tensor, C: Tensor, g: Geometry) -> Tensor:
-    """A (N, 4, m) times C (nets, m, M) → (N, 4, M); one net for all centres, or one for each centre type."""
+    """A (N, c, m) times C (nets, m, M) → (N, c, M); one net for all centres, or one for each centre type."""
     if len(C) == 1:
         return A @ C[0]
-    return torch.cat([a @ c for (a,), c in zip(g.blocks(A), C, strict=True)]).view(len(A), 4, -1)
+    return torch.cat([a @ c for (a,), c in zip(g.blocks(A), C, strict=True)]).view(len(A), g.width, -1)
 
 
 def gradient_of_table(A: Tensor, T: Tensor, nets: int, g: Geometry) -> Tensor:
@@ -73,7 +87,7 @@ def gradient_of_table(A: Tensor, T: Tensor, nets: int, g: Geometry) -> Tensor:
 
 
 class TableSum(torch.autograd.Function):
-    """T (N, 4, M1) = A·C for C (nets, nt·K, M1); linear in C."""
+    """T (N, c, M1) = A·C for C (nets, groups·K, M1); linear in C."""
 
     @staticmethod
     def forward(ctx, C: Tensor, g: Geometry) -> Tensor:
@@ -99,7 +113,7 @@ class TableSum(torch.autograd.Function):
 
 
 class TablePull(torch.autograd.Function):
-    """∂E/∂r_e (E, 3) = pull(gT·Cᵀ) from gT = ∂E/∂T (N, 4, M1); linear in gT and in C."""
+    """∂E/∂r_e (E, 3) = pull(gT·Cᵀ) from gT = ∂E/∂T (N, c, M1); linear in gT and in C."""
 
     @staticmethod
     def forward(ctx, gT: Tensor, C: Tensor, g: Geometry) -> Tensor:
@@ -131,23 +145,29 @@ class Compiled:
 
     @staticmethod
     def arguments(g: Geometry, begin: int, end: int) -> tuple:
-        arrays = (x.numpy() for x in (g.r, g.edges.j, g.edges.first, g.type, g.center, g.used))
-        return *arrays, g.rs, g.rc, g.protection, g.r_close, g.grid.lo, 1.0 / g.grid.h, g.grid.K, begin, end
+        arrays = (x.numpy() for x in (g.r, g.edges.j, g.edges.first, g.type, g.center, g.used, g.group))
+        grid = (g.grid.lo, 1.0 / g.grid.h, g.grid.K)
+        return *arrays, g.rs, g.rc, g.protection, g.r_close, *grid, g.row == "w R", begin, end
 
     @classmethod
     def moments(cls, g: Geometry, begin: int, end: int) -> Tensor:
         A = g.new_moments(begin, end)
-        kernels.moments(*cls.arguments(g, begin, end), g.sel.numpy(), A.numpy())
+        if g.width == 1:
+            kernels.radial_moments(*cls.arguments(g, begin, end), A.numpy())
+        else:
+            kernels.moments(*cls.arguments(g, begin, end), g.sel.numpy(), A.numpy())
         return A
 
     @classmethod
     def pull(cls, gA: Tensor, g: Geometry, begin: int, end: int, out: Tensor) -> None:
-        kernels.pull(*cls.arguments(g, begin, end), gA.contiguous().numpy(), out.numpy())
+        kernel = kernels.radial_pull if g.width == 1 else kernels.pull
+        kernel(*cls.arguments(g, begin, end), gA.contiguous().numpy(), out.numpy())
 
     @classmethod
     def push(cls, u: Tensor, g: Geometry, begin: int, end: int) -> Tensor:
         A = g.new_moments(begin, end)
-        kernels.push(*cls.arguments(g, begin, end), u.contiguous().numpy(), A.numpy())
+        kernel = kernels.radial_push if g.width == 1 else kernels.push
+        kernel(*cls.arguments(g, begin, end), u.contiguous().numpy(), A.numpy())
         return A
 
 
@@ -155,17 +175,29 @@ class Eager:
     """Any device: the same with tensor operations; also the reference for Compiled in the tests."""
 
     @staticmethod
-    def rows(r: Tensor, g: Geometry, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """R̂ (E, 4), places in A (E, WIDTH, 4), spline values and slopes (E, WIDTH), zero for edges not in use."""
-        tau, t = g.type[g.edges.i], g.type[g.edges.j]
-        keep = g.used[tau, t] & (torch.linalg.vector_norm(r, dim=1) >= g.r_close) & (t >= begin) & (t < end)
+    def rows(r: Tensor, g: Geometry) -> tuple[Tensor, Tensor]:
+        """x (E, 1) and Y (E, c), differentiable."""
+        tau = g.type[g.edges.i]
         R = environment(r, g.rs, g.rc, g.protection)
         R = torch.cat([R[:, :1] - g.center[tau, :1], R[:, 1:]], 1) * g.center[tau][:, [1, 2, 2, 2]]
-        b, value, slope = g.grid.weights(R[:, 0].clamp(max=g.grid.hi).detach())
-        mask, nt, steps = keep[:, None].to(R.dtype), end - begin, torch.arange(WIDTH, device=r.device)
-        row = (g.edges.i * 4 * nt + (t - begin).clamp(0, nt - 1)) * g.grid.K + b
-        component = torch.arange(4, device=r.device) * (nt * g.grid.K)
-        return R, row[:, None, None] + steps[:, None] + component, value * mask, slope * mask
+        x = R[:, :1]
+        if g.row == "1":
+            return x, torch.ones_like(x)
+        if g.row == "w R":
+            return x, switch(torch.linalg.vector_norm(r, dim=1, keepdim=True), g.rs, g.rc) * R
+        return x, R
+
+    @staticmethod
+    def places(x: Tensor, g: Geometry, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Places in A (E, WIDTH, c), spline values and slopes (E, WIDTH), zero for edges not in use."""
+        tau, kind = g.type[g.edges.i], g.type[g.edges.j]
+        t, groups = g.group[kind], end - begin
+        keep = g.used[tau, kind] & (torch.linalg.vector_norm(g.r, dim=1) >= g.r_close) & (t >= begin) & (t < end)
+        b, value, slope = g.grid.weights(x[:, 0].clamp(max=g.grid.hi).detach())
+        mask, steps = keep[:, None].to(x.dtype), torch.arange(WIDTH, device=x.device)
+        row = (g.edges.i * g.width * groups + (t - begin).clamp(0, groups - 1)) * g.grid.K + b
+        component = torch.arange(g.width, device=x.device) * (groups * g.grid.K)
+        return row[:, None, None] + steps[:, None] + component, value * mask, slope * mask
 
     @staticmethod
     def scatter(place: Tensor, values: Tensor, g: Geometry, begin: int, end: int) -> Tensor:
@@ -175,35 +207,40 @@ class Eager:
 
     @classmethod
     def moments(cls, g: Geometry, begin: int, end: int) -> Tensor:
-        R, place, value, _ = cls.rows(g.r, g, begin, end)
-        A = cls.scatter(place, value[:, :, None] * R[:, None, :], g, begin, end)
-        N, nt = len(g.type), len(g.sel)
-        count = torch.zeros(N * nt, dtype=g.sel.dtype, device=A.device)
-        count.index_add_(0, g.edges.i * nt + g.type[g.edges.j], torch.ones_like(g.r[:, 0]))
-        empty = (g.sel - count.view(N, nt)).clamp(min=0.0)[:, begin:end]  # (N, types of this piece)
+        x, Y = cls.rows(g.r, g)
+        place, value, _ = cls.places(x, g, begin, end)
+        A = cls.scatter(place, value[:, :, None] * Y[:, None, :], g, begin, end)
+        if g.width == 1:
+            return A
+        N, groups = len(g.type), len(g.sel)
+        count = torch.zeros(N * groups, dtype=g.sel.dtype, device=A.device)
+        count.index_add_(0, g.edges.i * groups + g.group[g.type[g.edges.j]], torch.ones_like(g.r[:, 0]))
+        empty = (g.sel - count.view(N, groups)).clamp(min=0.0)[:, begin:end]  # (N, groups of this piece)
         p0 = -g.center[:, 0] * g.center[:, 1]  # (nt,) of the centre type
         b, value, _ = g.grid.weights(p0)
         slots = (b[:, None] + torch.arange(WIDTH, device=A.device))[g.type]  # (N, WIDTH)
-        amount = empty[:, :, None] * (value * p0[:, None])[g.type][:, None, :]  # (N, types, WIDTH)
-        of_type = A.view(N, 4, end - begin, g.grid.K)[:, 0]
-        of_type.scatter_add_(2, slots[:, None, :].expand(-1, end - begin, -1), amount.to(A.dtype))
+        amount = empty[:, :, None] * (value * p0[:, None])[g.type][:, None, :]  # (N, groups, WIDTH)
+        of_group = A.view(N, 4, end - begin, g.grid.K)[:, 0]
+        of_group.scatter_add_(2, slots[:, None, :].expand(-1, end - begin, -1), amount.to(A.dtype))
         return A
 
     @classmethod
     def pull(cls, gA: Tensor, g: Geometry, begin: int, end: int, out: Tensor) -> None:
         with torch.enable_grad():
             r = g.r.detach().requires_grad_()
-            R, place, value, slope = cls.rows(r, g, begin, end)
-            ga = gA.reshape(-1)[place].to(r.dtype)  # (E, WIDTH, 4)
-            gR = (value[:, :, None] * ga).sum(1)
-            gR[:, 0] += (slope[:, :, None] * ga * R.detach()[:, None, :]).sum((1, 2))
-            out += torch.autograd.grad(R, r, gR)[0]
+            x, Y = cls.rows(r, g)
+            place, value, slope = cls.places(x, g, begin, end)
+            ga = gA.reshape(-1)[place].to(r.dtype)  # (E, WIDTH, c)
+            gx = (slope[:, :, None] * ga * Y.detach()[:, None, :]).sum((1, 2))[:, None]
+            gY = (value[:, :, None] * ga).sum(1)
+            outputs, gradients = ([x], [gx]) if g.row == "1" else ([x, Y], [gx, gY])
+            out += torch.autograd.grad(outputs, r, gradients)[0]
 
     @classmethod
     def push(cls, u: Tensor, g: Geometry, begin: int, end: int) -> Tensor:
-        R, dR = torch.autograd.functional.jvp(lambda x: cls.rows(x, g, begin, end)[0], g.r, u)
-        _, place, value, slope = cls.rows(g.r, g, begin, end)
-        values = slope[:, :, None] * dR[:, None, :1] * R[:, None, :] + value[:, :, None] * dR[:, None, :]
+        (x, Y), (dx, dY) = torch.autograd.functional.jvp(lambda r: cls.rows(r, g), g.r, u)
+        place, value, slope = cls.places(x, g, begin, end)
+        values = slope[:, :, None] * dx[:, None, :] * Y[:, None, :] + value[:, :, None] * dY[:, None, :]
         return cls.scatter(place, values, g, begin, end)
 
 

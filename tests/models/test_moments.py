@@ -1,0 +1,86 @@
+"""Moments of a neighbourhood: compiled and eager, every kind of row, against differentiation of the definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from suite import batch_of, structure
+
+from allforce.models import kernels
+from allforce.models.envmat import environment, switch
+from allforce.models.moments import Geometry, TablePull, TableSum
+from allforce.models.spline import WIDTH, Grid, polynomials
+
+RS, RC, P, CLOSE = 0.5, 4.0, 0.02, 1.0
+
+
+class Seen:
+    """As much of a model as the neighbours need."""
+
+    rcut, sel, type_map = RC, [90, 90, 90], ["A", "B", "C"]
+
+
+def geometry(row: str, group: list[int] | None) -> Geometry:
+    batch = batch_of(Seen(), structure(0, 9, 3), structure(1, 6, 3))  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(3)
+    center = 0.1 + 0.2 * torch.rand(3, 3, generator=generator, dtype=torch.float64)
+    center[:, 1:] = 1 / center[:, 1:]
+    s = environment(torch.tensor([[CLOSE, 0.0, 0.0]], dtype=torch.float64), RS, RC, P)[0, 0]
+    grid = Grid(float((-center[:, 0] * center[:, 1]).min()), float(((s - center[:, 0]) * center[:, 1]).max()), 24)
+    used = torch.ones(3, 3, dtype=torch.bool)
+    used[0, 2] = used[2, 0] = False
+    sel = torch.zeros(1 if group else 3, dtype=torch.float64)
+    return Geometry(
+        batch.edges.r, batch.edges, batch.type, batch.type_counts, center, used, sel, RS, RC, P, CLOSE, grid,
+        torch.float64, row, None if group is None else torch.tensor(group),
+    )  # fmt: skip
+
+
+def definition(r: torch.Tensor, C: torch.Tensor, g: Geometry) -> torch.Tensor:
+    """Σ_e Y_e ⊗ (B(x_e) C), the splines as polynomials of x, by autograd's own means."""
+    tau, kind = g.type[g.edges.i], g.type[g.edges.j]
+    avg, radial, angular = g.center[tau].T
+    R = environment(r, g.rs, g.rc, g.protection)
+    R = torch.cat([((R[:, 0] - avg) * radial)[:, None], R[:, 1:] * angular[:, None]], 1)
+    distance = torch.linalg.vector_norm(r, dim=1, keepdim=True)
+    Y = {"R": R, "w R": switch(distance, RS, RC) * R, "1": torch.ones_like(distance)}[g.row]
+    keep = g.used[tau, kind] & (distance[:, 0] >= CLOSE)
+    b, _, _ = g.grid.weights(R[:, 0].detach())
+    u = (R[:, 0] - g.grid.lo) / g.grid.h - b
+    B = (u[:, None] ** torch.arange(WIDTH)) @ torch.from_numpy(polynomials()).T  # (E, WIDTH)
+    rows = (g.group[kind] * g.grid.K + b)[:, None] + torch.arange(WIDTH)
+    table = C[tau if len(C) > 1 else torch.zeros_like(tau)]  # (E, groups·K, M)
+    G = (B[:, :, None] * torch.gather(table, 1, rows[:, :, None].expand(-1, -1, C.shape[2]))).sum(1)
+    T = Y[:, :, None] * G[:, None, :] * keep[:, None, None]
+    return torch.zeros(len(g.type), Y.shape[1], C.shape[2], dtype=r.dtype).index_add(0, g.edges.i, T)
+
+
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+@pytest.mark.parametrize("nets", [1, 3])
+@pytest.mark.parametrize("group", [None, [0, 0, 0]])
+@pytest.mark.parametrize("row", ["R", "w R", "1"])
+def test_sum_pull_and_their_derivatives(row, group, nets, backend, monkeypatch):
+    monkeypatch.setenv(kernels.SWITCH, backend)
+    g = geometry(row, group)
+    generator = torch.Generator().manual_seed(5)
+    C = torch.randn(nets, len(g.sel) * g.grid.K, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+    r = g.r.clone().requires_grad_()
+    expected = definition(r, C, g)
+    T = TableSum.apply(C, g)
+    torch.testing.assert_close(T, expected, rtol=1e-11, atol=1e-11)
+
+    gT = torch.randn(T.shape, generator=generator, dtype=torch.float64, requires_grad=True)
+    pulled = TablePull.apply(gT, C, g)
+    by_autograd = torch.autograd.grad(expected, r, gT, create_graph=True)[0]
+    torch.testing.assert_close(pulled, by_autograd, rtol=1e-10, atol=1e-10)
+    assert pulled.abs().max() > 1e-3
+
+    u = torch.randn(pulled.shape, generator=generator, dtype=torch.float64)
+    for a, b in zip(
+        torch.autograd.grad(pulled, (gT, C), u),
+        torch.autograd.grad(by_autograd, (gT, C), u, retain_graph=True),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    for a, b in zip(torch.autograd.grad(T, C, gT), torch.autograd.grad(expected, C, gT), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
