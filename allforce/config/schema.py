@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field
 
 from allforce.config.section import Section, Words, key
 from allforce.errors import UserError
+from allforce.optim.adam import AdamConfig, AdamWConfig
 
 
 def _whole(value: Any) -> Any:
@@ -295,27 +296,7 @@ class LearningRateWSD(LearningRate):
             yield "stop_lr", "must be greater than 0 for the schedule wsd"
 
 
-# ------------------------------------------------------------------------------------------------ optimizer, loss
-
-
-class OptimizerAdam(Section):
-    """Adam."""
-
-    type: Literal["Adam"] = key("Adam", 'Kind of optimizer: "Adam" or "AdamW".')
-    adam_beta1: float = key(0.9, "Decay of the mean of the gradient.", ge=0, lt=1)
-    adam_beta2: float = key(0.999, "Decay of the mean of its square.", ge=0, lt=1)
-    weight_decay: float = key(0.0, "Weight decay, added to the gradient.", ge=0)
-
-
-class OptimizerAdamW(Section):
-    """Adam with decoupled weight decay."""
-
-    type: Literal["AdamW"] = key("AdamW", 'Kind of optimizer: "Adam" or "AdamW".')
-    adam_beta1: float = key(0.9, "Decay of the mean of the gradient.", ge=0, lt=1)
-    adam_beta2: float = key(0.999, "Decay of the mean of its square.", ge=0, lt=1)
-    weight_decay: float = key(
-        0.0, "Weight decay, apart from the gradient. (0 is also what DeePMD-kit 3.2 uses in effect.)", ge=0
-    )
+# ----------------------------------------------------------------------------------------------------------- loss
 
 
 class LossEner(Section):
@@ -516,7 +497,7 @@ class Training(Section):
 
 
 AnyLearningRate = Annotated[LearningRateExp | LearningRateCosine | LearningRateWSD, Field(discriminator="type")]
-AnyOptimizer = Annotated[OptimizerAdam | OptimizerAdamW, Field(discriminator="type")]
+AnyOptimizer = Annotated[AdamConfig | AdamWConfig, Field(discriminator="type")]
 
 
 class Input(Section):
@@ -524,7 +505,7 @@ class Input(Section):
 
     model: ModelConfig = key(..., "The model.")
     learning_rate: AnyLearningRate = key(..., "The schedule of the learning rate, by its type.")
-    optimizer: AnyOptimizer = key(OptimizerAdam(), "The optimizer, by its type.")
+    optimizer: AnyOptimizer = key(AdamConfig(), "The optimizer, by its type.")
     loss: LossEner = key(LossEner(), "The loss.")
     training: Training = key(..., "Data, length of the training, and what is written.")
 

@@ -7,30 +7,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from allforce.config.schema import OptimizerAdam, OptimizerAdamW
+from allforce.config.section import Section
 from allforce.distributed.comm import Comm
 from allforce.errors import UserError
 from allforce.models.potential import Potential
-from allforce.train.adam import Adam
+from allforce.optim import OPTIMIZERS
 from allforce.train.checkpoint import Checkpoint
 from allforce.train.flat import FlatParameters
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
 
 class State:
-    """A model with `step` updates behind it, and the moments of its optimizer."""
+    """A model with `step` updates behind it, and its optimizer; `config` is the section of that."""
 
-    def __init__(
-        self, model: Potential, config: OptimizerAdam | OptimizerAdamW, n_sums: int, precision: str | None, comm: Comm
-    ):
+    def __init__(self, model: Potential, config: Section, n_sums: int, precision: str | None, comm: Comm):
         if not any(p.requires_grad for p in model.parameters()):
             raise UserError(
                 "model: descriptor and fitting net are both `trainable: false`, so there is nothing to train."
             )
         self.step, self.model = 0, model
         self.flat = FlatParameters(model, n_sums, precision, comm.buffer)
-        self.optimizer = Adam(self.flat.flat, config)
+        self.optimizer = OPTIMIZERS[config.type](self.flat, config)  # type: ignore[attr-defined]
 
     def update(self, rate: float, max_norm: float | None = None) -> None:
         """One step of the optimizer with the gradients that lie in the flat buffer."""
@@ -41,19 +37,16 @@ class State:
 
     def checkpoint(self, meta: dict[str, Any]) -> Checkpoint:
         tensors = {f"model/{k}": v for k, v in self.model.state_dict().items()}
-        for name in MOMENTS:
-            moments = self.flat.split(getattr(self.optimizer, name))
-            tensors |= {f"optimizer/{name}/{k}": v for k, v in moments.items()}
+        tensors |= {f"optimizer/{k}": v for k, v in self.optimizer.tensors().items()}
         return Checkpoint(tensors, {**self._numbers(), "model": model_section(self.model), **meta})
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue where the checkpoint was written."""
         load_weights(self.model, checkpoint.part("model"), str(checkpoint.path))
-        for name in MOMENTS:
-            saved = checkpoint.part(f"optimizer/{name}")
-            for k, view in self.flat.split(getattr(self.optimizer, name)).items():
-                if k in saved:  # a parameter that was not trainable then starts with zero
-                    view.copy_(saved[k])
+        saved = checkpoint.part("optimizer")
+        for name, tensor in self.optimizer.tensors().items():
+            if name in saved:  # a parameter that was not trainable then starts with zero
+                tensor.copy_(saved[name])
         self._set_numbers(checkpoint.meta)
 
     @torch.no_grad()
@@ -62,22 +55,19 @@ class State:
         if comm.size == 1:
             return
         self._set_numbers(comm.gather(self._numbers())[0])
-        tensors: list[Tensor] = list(self.model.state_dict().values())
-        tensors += [*self.optimizer.exp_avg, *self.optimizer.exp_avg_sq]
+        tensors: list[Tensor] = [*self.model.state_dict().values(), *self.optimizer.tensors().values()]
         flat = torch.cat([t.detach().reshape(-1).double() for t in tensors])
         comm.broadcast(flat)
         for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(piece.view(tensor.shape))
 
     def _numbers(self) -> dict[str, Any]:
-        updates = float(self.optimizer.updates[0])
-        return {"step": self.step, "updates": updates, "min_nbor_dist": self.model.min_nbor_dist}
+        return {"step": self.step, **self.optimizer.numbers(), "min_nbor_dist": self.model.min_nbor_dist}
 
     def _set_numbers(self, numbers: dict[str, Any]) -> None:
         self.step = int(numbers["step"])
         self.model.min_nbor_dist = numbers["min_nbor_dist"]
-        for count in self.optimizer.updates:
-            count.fill_(numbers["updates"])
+        self.optimizer.set_numbers(numbers)
 
 
 def model_section(model: Potential) -> dict[str, Any]:

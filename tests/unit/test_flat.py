@@ -1,12 +1,10 @@
-"""Flat parameters, one gradient buffer, the fused optimizer."""
+"""Flat parameters, one gradient buffer."""
 
 import pytest
 import torch
 from torch import nn
 
-from allforce.config.schema import OptimizerAdam, OptimizerAdamW
 from allforce.distributed.comm import SerialComm
-from allforce.train.adam import Adam
 from allforce.train.flat import FlatParameters
 
 
@@ -93,19 +91,3 @@ def test_wire_precision(precision, dtype):
     flat.reduce_finish(flat.reduce_start(comm), comm)
     assert comm.sent == dtype
     assert torch.equal(flat.wire, torch.full_like(flat.wire, 2 * float(torch.tensor(1 / 3, dtype=dtype))))
-
-
-@pytest.mark.parametrize("config", [OptimizerAdam(weight_decay=0.1), OptimizerAdamW(adam_beta1=0.8, weight_decay=0.1)])
-def test_adam_is_torchs(config):
-    p = torch.linspace(-1, 1, 7, dtype=torch.float64)
-    ours, theirs = p.clone(), nn.Parameter(p.clone())
-    cls = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}[config.type]
-    reference = cls([theirs], betas=(config.adam_beta1, config.adam_beta2), weight_decay=0.1)
-    adam = Adam([ours], config)
-    for k in range(5):
-        g = torch.sin(torch.arange(7, dtype=torch.float64) + k)
-        theirs.grad = g.clone()
-        reference.param_groups[0]["lr"] = 0.01 * (k + 1)
-        reference.step()
-        adam.step([g], 0.01 * (k + 1))
-    assert torch.allclose(ours, theirs.detach(), rtol=1e-12, atol=1e-14)

@@ -26,7 +26,8 @@ PAGES = sorted(
 DATA = {"errors", "neighbors", "config", "data"}
 MAY_IMPORT = {
     "errors": set(),
-    "config": {"errors", "config"},
+    "config": {"errors", "config", "optim"},  # the sections of the parts
+    "optim": {"errors", "config.section", "optim"},
     "neighbors": {"errors"},
     "distributed": {"errors", "distributed"},
     "data": DATA,
@@ -35,7 +36,7 @@ MAY_IMPORT = {
     "loss": {"errors", "config", "data.batch", "models"},
     "schedule": {"errors", "config"},
     "infer": {*DATA, "models", "infer", "distributed.comm", "train.checkpoint", "train.logs"},
-    "train": {*DATA, "models", "infer", "loss", "schedule", "distributed", "train"},
+    "train": {*DATA, "models", "infer", "optim", "loss", "schedule", "distributed", "train"},
     "cli": {"errors", "config", "train", "infer"},
     "__main__": {"cli"},
     "__init__": {"infer.predict"},
@@ -169,7 +170,7 @@ def test_links_and_files_of_the_documentation_exist():
 
 def test_files_of_the_architecture_page_exist():
     text = (ROOT / "docs/architecture.md").read_text() + (ROOT / "docs/adding_a_model.md").read_text()
-    for name in re.findall(r"`((?:config|data|models|distributed|train|infer)/[\w/]*\.py)`", text):
+    for name in re.findall(r"`((?:config|data|optim|models|distributed|train|infer)/[\w/]*\.py)`", text):
         assert (ROOT / "allforce" / name).exists(), name
 
 

@@ -1,0 +1,6 @@
+"""Optimizers: each owns its section of the input, its update and its state."""
+
+from allforce.optim.adam import Adam, AdamW
+from allforce.optim.optimizer import Optimizer
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {"Adam": Adam, "AdamW": AdamW}
