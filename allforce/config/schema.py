@@ -52,6 +52,9 @@ Activation = Annotated[
 ]
 OutBias = Annotated[dict[Literal["energy"], list[float | None]], Words('{"energy": [number or null for each type]}')]
 
+LABELS_OF_FILES = ("energy", "forces", "virial", "stress")  # that an entry of systems may name
+System = Name | Annotated[dict[str, Name], Words('{"file": name, "energy": key, "forces": key, …}')]
+
 PRECISION_HELP = (
     'Precision of the parameters: "float32", "float64", or "default" = float64 (float32 when the '
     "environment has DP_INTERFACE_PREC=low)."
@@ -360,8 +363,10 @@ class LossEner(Section):
 class DataConfig(Section):
     """What training and validation data share."""
 
-    systems: Annotated[str, Field(min_length=1)] | Annotated[list[Name], Field(min_length=1)] = key(
-        ..., "Folders with type.raw (searched through all levels), HDF5 groups file.h5#/group, or files that ASE reads."
+    systems: System | Annotated[list[System], Field(min_length=1)] = key(
+        ...,
+        "Folders with type.raw (searched through all levels), HDF5 groups file.h5#/group, or files that ASE reads; of "
+        'these {"file": name, "energy": key, …} says what their labels are called, if not as usual.',
     )
     rglob_patterns: list[str] | None = key(None, "Search the folders with these patterns instead.")
     batch_size: BatchSize = key(
@@ -384,6 +389,11 @@ class DataConfig(Section):
     )
 
     def problems(self) -> Iterator[tuple[str, str]]:
+        for entry in self.systems if isinstance(self.systems, list) else [self.systems]:
+            if isinstance(entry, dict) and not {"file"} <= entry.keys() <= {"file", *LABELS_OF_FILES}:
+                yield "systems", f'{entry} needs "file", and may have {", ".join(LABELS_OF_FILES)}'
+            if isinstance(entry, dict) and {"virial", "stress"} <= entry.keys():
+                yield "systems", f"{entry} names both virial and stress; give one of them"
         if not _valid_auto_prob(self.auto_prob):
             yield (
                 "auto_prob",

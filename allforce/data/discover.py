@@ -1,12 +1,14 @@
 """From the entries of `systems` in the input to open systems.
 
 An entry is a directory (with every system below it), an HDF5 file or group (file.h5#/group, with every system below),
-or any other file, which ASE then reads.
+or any other file, which ASE then reads. {"file": entry, "energy": key, …} also says what the labels of such a file are
+called.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
@@ -19,12 +21,13 @@ from allforce.data.system import System, adopt_type_map
 from allforce.errors import UserError
 
 ITEM = TypeVar("ITEM")
+Entry = str | dict[str, str]
 LMDB = (".lmdb", ".mdb")
 FILES = (".h5", ".hdf5", ".xyz", ".extxyz", ".traj")  # files, besides directories, that rglob_patterns may find
 
 
 def open_systems(
-    entries: str | list[str],
+    entries: Entry | Sequence[Entry],
     type_map: list[str] | None,
     rglob_patterns: list[str] | None = None,
     rank: int = 0,
@@ -57,30 +60,45 @@ def partition(items: list[ITEM], rank: int, size: int) -> list[ITEM]:
     return items[rank * q + min(rank, r) : (rank + 1) * q + min(rank + 1, r)]
 
 
-def open_place(place: str) -> list[System]:
+def open_place(place: Entry) -> list[System]:
     """The system(s) at one place of find_systems."""
-    file, _, group = place.partition("#")
-    if os.path.isdir(place):
-        return [DeepmdSystem(Folder(place))]
-    if h5py.is_hdf5(file):
+    path, names = path_and_names(place)
+    file, _, group = path.partition("#")
+    is_hdf5 = not os.path.isdir(path) and h5py.is_hdf5(file)
+    if names and (is_hdf5 or os.path.isdir(path)):
+        raise UserError(
+            f"systems: {path} is in DeePMD-kit's layout, where labels have fixed names (energy.npy, …); {names} can be "
+            "said of files that ASE reads only. Rename the arrays, or leave the names out"
+        )
+    if os.path.isdir(path):
+        return [DeepmdSystem(Folder(path))]
+    if is_hdf5:
         return [DeepmdSystem(Group(file, group or "/"))]
     from allforce.data.ase import read_ase  # ASE's readers are slow to import
 
-    return list(read_ase(place))
+    return list(read_ase(path, names))
 
 
-def find_systems(entries: str | list[str], rglob_patterns: list[str] | None = None) -> list[str]:
+def path_and_names(entry: Entry) -> tuple[str, dict[str, str]]:
+    """Where an entry is, and what its labels are called, if it says so."""
+    if isinstance(entry, str):
+        return entry, {}
+    return entry["file"], {label: name for label, name in entry.items() if label != "file"}
+
+
+def find_systems(entries: Entry | Sequence[Entry], rglob_patterns: list[str] | None = None) -> list[Entry]:
     """Directories, file#/group and files that hold a system: below each entry sorted, then the entry itself."""
-    found: list[str] = []
-    for entry in [entries] if isinstance(entries, str) else entries:
-        here = _find(str(entry), rglob_patterns)
+    found: list[Entry] = []
+    for entry in [entries] if isinstance(entries, (str, dict)) else entries:
+        path, names = path_and_names(entry)
+        here = _find(path, rglob_patterns)
         if not here:
             how = f" that matches {rglob_patterns}" if rglob_patterns else ""
             raise UserError(
-                f"systems: no system found in {entry!r}{how}. A system is a directory (or a group of an HDF5 file) "
+                f"systems: no system found in {path!r}{how}. A system is a directory (or a group of an HDF5 file) "
                 "with type.raw and set.000/coord.npy, or a file that ASE reads"
             )
-        found += here
+        found += [{"file": place, **names} for place in here] if names else here
     if not found:
         raise UserError("systems: the list is empty. Name at least one system")
     return found

@@ -41,6 +41,11 @@ class System(ABC):
     def has_aparam(self) -> bool:
         return self.aparam_width > 0
 
+    @property
+    def label_hint(self) -> str:
+        """Where its labels would be, for a message that they are missing."""
+        return "labels are energy.npy, force.npy, …"
+
     @abstractmethod
     def frame(self, k: int) -> Frame:
         """The k-th frame, types as the model numbers them."""

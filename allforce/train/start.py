@@ -108,7 +108,10 @@ def check_labels(training: DataSet, loss: Loss, comm: Comm, split: bool) -> None
     told = told[:1] if split else told  # the same data everywhere, or each its own
     total, count = sum(t[0] for t in told), sum(t[1] for t in told)
     if count == total:
-        raise UserError("training/training_data: no system has a label (energy.npy, force.npy, …) that the loss uses.")
+        hint = training.systems[0].label_hint
+        raise UserError(
+            f"training/training_data: no system has a label that the loss uses (in {training.systems[0].name}: {hint})."
+        )
     if count and comm.rank == 0:
         names = [name for t in told for name in t[2]][:NAMED]
         more = f" and {count - len(names)} more" if count > len(names) else ""

@@ -6,9 +6,11 @@ import json
 import shutil
 from pathlib import Path
 
+import ase.io
 import numpy as np
 import pytest
 import torch
+from ase import Atoms
 
 from allforce.cli import main
 from allforce.config.schema import ModelConfig
@@ -157,6 +159,8 @@ def test_systems_from_lists_and_inputs(folder: Path, dp: Command) -> None:
     lines = dp("test", "-m", "m.dp", "-f", "list.txt")
     assert [x for x in lines if "testing system" in x] == ["# testing system : data/b", "# testing system : data/a"]
     sections = {"training_data": {"systems": ["../data/a"]}, "validation_data": {"systems": "../data/b"}}
+    atoms = Atoms("OH2", np.eye(3) * 2, info={"E_mp2": 1.0})
+    ase.io.write("data/one.xyz", atoms, format="extxyz")
     section = {
         "model": {"type_map": ["O", "H"], "descriptor": {"type": "se_e2_a"}, "fitting_net": {}},
         "learning_rate": {"start_lr": 0.001},
@@ -167,6 +171,10 @@ def test_systems_from_lists_and_inputs(folder: Path, dp: Command) -> None:
     for option, name in (("--train-data", "a"), ("--valid-data", "b")):
         lines = dp("test", "-m", "m.dp", option, "run/input.json")
         assert [x for x in lines if "testing system" in x] == [f"# testing system : run/../data/{name}"]
+    sections["training_data"]["systems"] = {"file": "../data/one.xyz", "energy": "E_mp2"}
+    (folder / "run" / "input.json").write_text(json.dumps(section))
+    lines = dp("test", "-m", "m.dp", "--train-data", "run/input.json")
+    assert any("Energy MAE" in line for line in lines)
 
 
 def test_number_and_choice_of_frames(folder: Path, dp: Command) -> None:

@@ -5,9 +5,11 @@ import math
 import re
 import sys
 
+import ase.io
 import numpy as np
 import pytest
 import torch
+from ase import Atoms
 from tiny import dp, rows, write_data, write_input
 
 from allforce.cli import main
@@ -301,6 +303,36 @@ def test_systems_without_labels_teach_nothing(folder, capsys):
     assert re.search("WARNING 1 of 2 training systems have no label .* from them: small\n", capsys.readouterr().err)
     assert train(folder, training__training_data={"systems": "small"}) == 2
     assert "no system has a label" in capsys.readouterr().err
+
+
+def write_xyz(folder, energy, forces):
+    """The system `small` as extended XYZ with labels of these names."""
+    sets, types = folder / "small" / "set.000", [0, 1, 1, 0, 1]
+    coord, box, e, f = (np.load(sets / f"{name}.npy") for name in ("coord", "box", "energy", "force"))
+    images = []
+    for k in range(len(e)):
+        atoms = Atoms(["OH"[t] for t in types], coord[k].reshape(-1, 3), cell=box[k].reshape(3, 3), pbc=True)
+        atoms.info[energy], atoms.arrays[forces] = e[k], f[k].reshape(-1, 3)
+        images.append(atoms)
+    ase.io.write(folder / "small.xyz", images, format="extxyz")
+
+
+def test_names_of_labels_of_a_file(folder, capsys):
+    """The same training as from the folder; without the names the keys of the file are in the message."""
+    write_xyz(folder, "E_mp2", "F_mp2")
+    changes = {"model__type_map": ["O", "H"], "training__validation_data": None}
+    system = {"file": "small.xyz", "energy": "E_mp2", "forces": "F_mp2"}
+    assert train(folder, training__training_data={"systems": [system], "batch_size": 2}, **changes) == 0
+    named = rows(folder)
+    changes["model__type_map"] = ["A", "B"]
+    assert train(folder, training__training_data={"systems": ["small"], "batch_size": 2}, **changes) == 0
+    last, expected = (np.array(r[-1].split(), dtype=float) for r in (named, rows(folder)))
+    np.testing.assert_allclose(last, expected, rtol=1e-3)  # the file has 8 decimals
+    capsys.readouterr()
+    changes["model__type_map"] = ["O", "H"]
+    assert train(folder, training__training_data={"systems": ["small.xyz"]}, **changes) == 2
+    message = capsys.readouterr().err
+    assert "no system has a label that the loss uses (in small.xyz: its frames have E_mp2, F_mp2)" in message
 
 
 def test_systems_without_labels_of_all_workers_are_named(folder, capsys):

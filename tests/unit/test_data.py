@@ -409,6 +409,65 @@ def test_virial_and_parameters_of_the_file(tmp_path):
     assert frame.fparam.tolist() == [7, 8] and frame.aparam.tolist() == [[1], [2], [3]]
 
 
+@pytest.mark.parametrize(
+    "energy, forces, virial",
+    [
+        ("TotEnergy", "force", "virial"),
+        ("DFT_energy", "DFT_forces", "DFT_virial"),
+        ("REF_energy", "REF_forces", "REF_stress"),
+        ("Energy", "Forces", "Virials"),
+        ("E_0", "gradient", "w"),
+    ],
+)
+def test_names_of_labels(tmp_path, energy, forces, virial, caplog):
+    """Usual ones are recognised; an entry may name its own."""
+    plain, atoms = labelled("OH2", 0), labelled("OH2", 0)
+    atoms.calc = None
+    volume = plain.get_volume() if "stress" in virial else -1.0
+    atoms.info |= {energy: 1.5, virial: np.arange(9.0).reshape(3, 3), "config": "bulk"}
+    atoms.arrays[forces] = plain.get_forces()
+    ase.io.write(tmp_path / "a.extxyz", atoms)
+    entry = str(tmp_path / "a.extxyz")
+    if energy == "E_0":
+        assert not open_systems(entry, ["O", "H"])[0].label_names
+        entry = {"file": entry, "energy": energy, "forces": forces, "virial": virial}
+    (system,) = open_systems([entry], ["O", "H"])
+    frame = system.frame(0)
+    assert frame.labels["energy"].tolist() == [1.5] and caplog.records == []
+    np.testing.assert_allclose(frame.labels["force"], plain.get_forces(), atol=1e-7)
+    np.testing.assert_allclose(frame.labels["virial"], -np.arange(9.0) * volume, rtol=1e-6)
+    assert system.label_hint.startswith("its frames have ") and energy in system.label_hint
+
+
+def test_labels_that_nobody_reads_are_told(tmp_path, caplog):
+    atoms = labelled("OH2", 0)
+    atoms.info |= {"DFT_energy": 1.5, "energy_cutoff": 400, "config_type": "bulk", "generation": 3}
+    atoms.arrays["DFT_forces"] = np.ones((3, 3))
+    ase.io.write(tmp_path / "a.extxyz", [atoms, labelled("OH2", 1)])
+    file = str(tmp_path / "a.extxyz")
+    (system,) = open_systems(file, ["O", "H"])
+    assert system.frame(0).labels["energy"] != 1.5
+    (record,) = caplog.records
+    assert "not read: DFT_energy (1 frames), DFT_forces (1 frames), energy_cutoff (1 frames). To" in record.getMessage()
+    named = {"file": file, "energy": "DFT_energy", "forces": "DFT_forces"}
+    first, second = open_systems(named, ["O", "H"])
+    assert first.frame(0).labels["energy"] == 1.5 and second.label_names == {"virial"}
+
+
+def test_names_of_labels_that_are_wrong(tmp_path):
+    atoms = labelled("OH2", 0)
+    atoms.info["note_energy"] = "unknown"
+    ase.io.write(tmp_path / "a.extxyz", atoms)
+    file = str(tmp_path / "a.extxyz")
+    with pytest.raises(UserError, match="no 'DFT_energy', named for energy. Its frames have .*'note_energy'"):
+        open_systems({"file": file, "energy": "DFT_energy"}, ["O", "H"])
+    with pytest.raises(UserError, match="frame 0: energy is 'unknown', expected numbers"):
+        open_systems({"file": file, "energy": "note_energy"}, ["O", "H"])
+    write_npy(tmp_path / "s", arrays(1))
+    with pytest.raises(UserError, match="s is in DeePMD-kit's layout, where labels have fixed names"):
+        open_systems({"file": str(tmp_path / "s"), "energy": "E"}, ["O", "H"])
+
+
 def test_broken_extxyz(tmp_path):
     ase.io.write(tmp_path / "a.extxyz", [labelled("OH2", 0), labelled("OH2", 1)])
     text = (tmp_path / "a.extxyz").read_text()
