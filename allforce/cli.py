@@ -123,7 +123,7 @@ def parser() -> ArgumentParser:
         backend.add_argument(*flags, dest="backend", action="store_const", const=name, help=argparse.SUPPRESS)
     commands = top.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     for name in ELSEWHERE:
-        commands.add_parser(name, add_help=False)  # without `help` the list of commands leaves it out
+        commands.add_parser(name, description=ELSEWHERE[name])  # without `help` the list of commands leaves it out
     for add in (
         _train,
         _test,
