@@ -178,6 +178,9 @@ def _train(commands) -> None:
     engines = ["auto", "torch", "mpi", "horovod", "serial"]
     p.add_argument("--engine", choices=engines, default="auto", help="what carries data between workers")
     p.add_argument(
+        "--comm-profile", action="store_true", help="every worker writes its communication to mpi_profile.<job>.<rank>"
+    )
+    p.add_argument(
         "--use-pretrain-script", action="store_true", help="take the model section from the model to begin with"
     )
     p.add_argument("--model-branch", default="", help="accepted empty only: models have one branch")

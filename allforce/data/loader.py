@@ -17,6 +17,7 @@ from allforce.data.dataset import DataSet
 from allforce.data.sampler import Sampler
 from allforce.errors import UserError
 from allforce.neighbors import check_distances, limit_to_sel, neighbor_list
+from allforce.trace import BATCH, NEIGHBORS, phase
 
 log = logging.getLogger("deepmd.data")
 
@@ -61,7 +62,8 @@ class Loader:
 
     def batch(self, m: int) -> Batch:
         """Micro-batch m of the sampler, on the device."""
-        return self.make(self.sampler.micro_batch(m))
+        with phase(BATCH):
+            return self.make(self.sampler.micro_batch(m))
 
     def make(self, members: list[tuple[int, int]]) -> Batch:
         """The batch of these (system, frame) pairs; a batch of one frame is kept as it is."""
@@ -84,7 +86,8 @@ class Loader:
         system = self.dataset.systems[n]
         where = f"{system.name}, frame {k}"
         frame = self._with_parameters(system.frame(k)).by_type()
-        pairs = neighbor_list(frame.coord, frame.cell, self.rcut, where=where)
+        with phase(NEIGHBORS):
+            pairs = neighbor_list(frame.coord, frame.cell, self.rcut, where=where)
         check_distances(*pairs, where, frame.order)
         if self.seen is not None:
             keep = self.seen[frame.type[pairs[0]], frame.type[pairs[1]]]

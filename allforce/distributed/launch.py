@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -287,6 +288,15 @@ def _job_key(row: Launcher, world: World, env: Env) -> str:
         except psutil.Error:
             values = [str(world.launcher_pid)]
     return "-".join([row.name, *values])
+
+
+def job_number(env: Env = os.environ) -> int | None:
+    """The number a scheduler gave to this job, for names of files."""
+    for name in ("SLURM_JOB_ID", "SLURM_JOBID", "PBS_JOBID", "LSB_JOBID", "COBALT_JOBID"):
+        digits = re.match(r"\d+", env.get(name, ""))
+        if digits:
+            return int(digits[0])
+    return None
 
 
 def launcher_process(rank_name: str) -> int:

@@ -22,6 +22,7 @@ from allforce.data.batch import Edges
 from allforce.models import kernels
 from allforce.models.envmat import environment, switch
 from allforce.models.spline import WIDTH, Grid
+from allforce.trace import MOMENTS, phase
 
 Row = Literal["R", "w R", "1"]
 MOMENTS_BYTES = 256 << 20  # a larger A is made piece by piece
@@ -94,7 +95,8 @@ class TableSum(torch.autograd.Function):
         K, pieces = g.grid.K, g.pieces()
         T, A = None, None
         for begin, end in pieces:
-            A = backend(g.r).moments(g, begin, end)
+            with phase(MOMENTS):
+                A = backend(g.r).moments(g, begin, end)
             part = times(A, C[:, begin * K : end * K], g)
             T = part if T is None else T.add_(part)
         ctx.geometry, ctx.nets = g, len(C)
@@ -123,7 +125,8 @@ class TablePull(torch.autograd.Function):
         out = torch.zeros_like(g.r)
         for begin, end in g.pieces():
             gA = times(gT, C[:, begin * K : end * K].transpose(1, 2), g)
-            backend(g.r).pull(gA, g, begin, end, out)
+            with phase(MOMENTS):
+                backend(g.r).pull(gA, g, begin, end, out)
         return out
 
     @staticmethod
@@ -133,7 +136,8 @@ class TablePull(torch.autograd.Function):
         g, K = ctx.geometry, ctx.geometry.grid.K
         gT_bar, parts = None, []
         for begin, end in g.pieces():
-            A_dot = backend(g.r).push(u, g, begin, end)
+            with phase(MOMENTS):
+                A_dot = backend(g.r).push(u, g, begin, end)
             part = times(A_dot, C[:, begin * K : end * K], g)
             gT_bar = part if gT_bar is None else gT_bar.add_(part)
             parts.append(gradient_of_table(A_dot, gT, len(C), g))

@@ -18,6 +18,8 @@ from allforce.distributed import devices
 from allforce.distributed.comm import Comm
 from allforce.distributed.connect import agree, connect
 from allforce.distributed.launch import World, detect
+from allforce.distributed.mpi_profile import write_profile
+from allforce.distributed.profile import CountedComm
 from allforce.distributed.shared import HostComm
 from allforce.distributed.spawn import MARK, report, run_local_workers, worker_count
 from allforce.errors import UserError, file_problem
@@ -35,11 +37,14 @@ def train(args: Namespace) -> int:
         return run_local_workers(args.workers, [sys.executable, "-m", "allforce", *without_workers(args.argv)])
     world = detect()
     device, threads = devices.setup(world)
-    comm = connect(world, args.engine, device)
+    wants_profile = args.comm_profile or os.environ.get("ALLFORCE_COMM_PROFILE", "0") != "0"
+    comm = CountedComm(connect(world, args.engine, device), exact=wants_profile)
     collector = None
     try:
         collector = logs.setup(args.log_level, args.log_path, args.mpi_log, comm)
         work(args, world, comm, device, threads, collector)
+        if wants_profile:
+            tell_profile(comm)
     except BaseException as error:
         if comm.size == 1:
             raise
@@ -51,7 +56,7 @@ def train(args: Namespace) -> int:
 def work(
     args: Namespace,
     world: World,
-    comm: Comm,
+    comm: CountedComm,
     device: torch.device,
     threads: devices.Threads,
     collector: CollectHandler | None,
@@ -91,11 +96,11 @@ def work(
 
 
 def summary_rows(
-    job: Job, world: World, comm: Comm, device: torch.device, threads: devices.Threads
+    job: Job, world: World, comm: CountedComm, device: torch.device, threads: devices.Threads
 ) -> list[tuple[str, str]]:
     """What the block "Summary of the training" says."""
     config, schedule = job.input.training, job.schedule
-    shared = isinstance(comm, HostComm) and comm.blocks
+    shared = isinstance(comm.comm, HostComm) and comm.comm.blocks
     sizes = [job.loader.dataset.mixed_batch] if job.loader.dataset.mixed_batch else job.loader.dataset.batch_sizes
     factor = comm.size * config.acc_freq
     frames = f"{factor * min(sizes)}" + (f" to {factor * max(sizes)}" if min(sizes) < max(sizes) else "")
@@ -130,6 +135,16 @@ def tell_start(job: Job) -> None:
         f"start training at lr {schedule.rate(step):.2e} (== {schedule.start * schedule.factor:.2e}), "
         f"final lr will be {schedule.rate(job.numb_steps):.2e}"
     )
+
+
+def tell_profile(comm: CountedComm) -> None:
+    """The files of --comm-profile; one that cannot be written does not spoil the training."""
+    try:
+        name = write_profile(comm)
+    except OSError as error:
+        log.warning(f"--comm-profile: {file_problem(error)}")
+    else:
+        log.info(f"communication of this rank: {name}")
 
 
 def give_up(error: BaseException, comm: Comm, collector: CollectHandler | None) -> int:

@@ -14,9 +14,9 @@ from torch import Tensor
 from allforce.data.batch import Batch
 from allforce.distributed.comm import Comm
 from allforce.errors import UserError
+from allforce.trace import BACKWARD, CHECKPOINT, DATA, DISPLAY, FORWARD, OPTIMIZER, VALIDATION, Tracer, phase
 from allforce.train import checkpoint
 from allforce.train.build import change_bias
-from allforce.train.clock import Clock
 from allforce.train.display import Display
 from allforce.train.logs import CollectHandler, log
 from allforce.train.start import Job
@@ -33,7 +33,7 @@ class Trainer:
         self.model, self.flat = job.state.model, job.state.flat
         if self.config.acc_freq == 1:
             self.flat.land()
-        self.clock = Clock()
+        self.trace = Tracer()
         self.first, self.last = job.state.step, job.numb_steps
         self.display = Display(self.config, job.loss.names, comm.rank, self.first, self.last, append=job.restarted)
         self.sum_since = torch.zeros_like(self.flat.sums)  # for disp_avg
@@ -44,6 +44,10 @@ class Trainer:
 
     def run(self) -> None:
         """Evaluate, show, save, step."""
+        with self.trace.installed():
+            self.loop()
+
+    def loop(self) -> None:
         self.job.loader.start(*self.job.place(self.first))
         try:
             while (step := self.state.step) < self.last:
@@ -72,24 +76,23 @@ class Trainer:
 
     def gradients(self, step: int) -> None:
         """Mean gradient and metric sums over this step's micro-batches of all workers, for the present weights."""
-        lr, clock = self.schedule.lr(step), self.clock
+        lr = self.schedule.lr(step)
         self.seen.clear()
         for micro in range(self.config.acc_freq):
-            with clock("data"):
+            with phase(DATA):
                 batch = self.job.loader.next()
-            with clock("forward"):
+            with phase(FORWARD):
                 loss, sums = self.loss(self.job.predict(batch), batch, lr)
-            with clock("backward"):
+            with phase(BACKWARD):
                 self.flat.differentiate(loss, sums, 1.0 / (self.config.acc_freq * self.comm.size), first=micro == 0)
             self.seen.append((batch.name, loss.detach()))
-        with clock("communication"):
-            self.flat.reduce_finish(self.flat.reduce_start(self.comm), self.comm)
+        self.flat.reduce_finish(self.flat.reduce_start(self.comm), self.comm)
         self.look_at(step)
         if self.config.disp_avg:
             self.sum_since += self.flat.sums
 
     def update(self, step: int) -> None:
-        with self.clock("optimizer"):
+        with phase(OPTIMIZER):
             self.state.update(self.schedule.rate(step), self.config.gradient_max_norm)
         self.display.progress(self.state.step)
 
@@ -124,8 +127,9 @@ class Trainer:
         training = self.loss.metric(sums)
         self.sum_since.zero_()
         begun = perf_counter()
-        with self.clock("display"):
-            validation = self.validate(step)
+        with phase(DISPLAY):
+            with phase(VALIDATION):
+                validation = self.validate(step)
             rate = self.schedule.rate(step)
             self.display.figures(step, rate, training, validation, perf_counter() - begun)
             self.display.scalars(step, validation or {}, rate, "val")
@@ -163,7 +167,7 @@ class Trainer:
             log.info(line)
 
     def save(self, step: int) -> None:
-        with self.clock("save"):
+        with phase(CHECKPOINT):
             if self.comm.rank == 0:
                 checkpoint.save(self.job.prefix, self.state.checkpoint(self.job.meta()), self.config.max_ckpt_keep)
                 log.info(f"saved checkpoint {self.config.save_ckpt}")
@@ -192,4 +196,4 @@ class Trainer:
             self.save(step)
         self.display.farewell()
         if self.comm.rank == 0:
-            log.info(f"time of training: {self.clock.shares()}")
+            log.info(f"time of training: {self.trace.shares()}")

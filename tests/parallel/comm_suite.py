@@ -6,6 +6,7 @@ Every check fails on its own rank with a traceback, which ends the job with an e
 
 import argparse
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from allforce.distributed import devices  # noqa: E402
 from allforce.distributed.connect import agree, connect  # noqa: E402
 from allforce.distributed.launch import detect  # noqa: E402
+from allforce.distributed.profile import CountedComm  # noqa: E402
 from allforce.errors import UserError  # noqa: E402
 
 LARGE = 1 << 20  # float64: 8 MB
@@ -144,6 +146,29 @@ def splits(comm) -> None:
     comm.barrier()  # closing a part leaves the whole alive
 
 
+def counts(comm) -> None:
+    """A counted Comm is a Comm; who comes last to a collective has not waited."""
+    counted = CountedComm(comm)
+    asynchronous(counted)
+    gathers(counted)
+    counted.settle()
+    begun = counted.record.waiting
+    for turn in range(6):
+        if counted.rank == turn % counted.size:
+            time.sleep(0.02)
+        total = torch.ones(1000)
+        counted.all_reduce_start(total).wait() if turn % 2 else counted.all_reduce(total)
+        assert total.eq(counted.size).all()
+    spans = counted.settle()
+    waits = [end - begin for name, begin, end in spans if name == "waiting"]
+    assert len(waits) == 6 and min(waits) >= 0 and all(begin <= end for _, begin, end in spans)
+    everybody = comm.gather(waits)
+    if counted.one_clock:
+        assert all(min(each) == 0 for each in zip(*everybody, strict=True)) and max(map(max, everybody)) > 0
+    assert abs(counted.record.waiting - begun - sum(waits)) < 1e-9 <= counted.record.seconds
+    assert counted.settle() == []
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--engine", default="auto")
@@ -157,7 +182,7 @@ def main() -> None:
     assert comm.size // world.local_size == arguments.hosts
     if arguments.expect:
         assert [comm.engine, world.launcher] == arguments.expect, (comm.engine, world)
-    for check in (sums, extremes, asynchronous, buffers, broadcasts, gathers, disagreement, splits):
+    for check in (sums, extremes, asynchronous, buffers, broadcasts, gathers, disagreement, counts, splits):
         check(comm)
         comm.barrier()
     if comm.rank == 0:

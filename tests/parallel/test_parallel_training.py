@@ -79,3 +79,25 @@ def test_workers_are_micro_batches(launch, references, tmp_path, monkeypatch, la
             assert torch.equal(before[name], after[name]), name
         elif name.startswith("model/"):
             torch.testing.assert_close(after[name], before[name], rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("launcher, engine, shared", [("torchrun", "torch", False), ("hydra", "mpi", True)])
+def test_one_all_reduce_a_step(launch, tmp_path, monkeypatch, launcher, engine, shared):
+    """30 more steps are 30 more all-reduces, each of the whole gradient, and nothing else."""
+    found = []
+    for steps in (10, 40):
+        folder = tmp_path / str(steps)
+        folder.mkdir()
+        write_data(folder)
+        write_input(folder, training__numb_steps=steps, training__disp_freq=1000, training__save_freq=1000)
+        monkeypatch.chdir(folder)
+        command = [sys.executable, "-m", "allforce", "train", "input.json", "--comm-profile"]
+        result = launch(launcher, 2, *command, ALLFORCE_SHARED_MEMORY=str(int(shared)))
+        assert result.returncode == 0, result.stdout
+        files = sorted(folder.glob("mpi_profile.*"))
+        assert [path.name.split(".")[-1] for path in files] == ["0", "1"]
+        assert f"engine = {engine}." in files[1].read_text() and "summary for all tasks" in files[0].read_text()
+        rows = re.findall(r"^(MPI_\w+) +(\d+) +[\d.]+ +[\d.]+$", files[1].read_text(), re.M)
+        found.append({name: int(calls) for name, calls in rows})
+    assert found[1].pop("MPI_Allreduce") - found[0].pop("MPI_Allreduce") == 30
+    assert found[0] == found[1] and "MPI_Bcast" in found[0]

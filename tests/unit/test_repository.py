@@ -23,16 +23,17 @@ PAGES = sorted(
 )
 
 # The table of docs/architecture.md: what a part may import, by the beginning of the module's name.
-DATA = {"errors", "neighbors", "config", "data"}
+DATA = {"errors", "trace", "neighbors", "config", "data"}
 MAY_IMPORT = {
     "errors": set(),
     "config": {"errors", "config", "optim"},  # the sections of the parts
     "optim": {"errors", "config.section", "optim"},
+    "trace": set(),
     "neighbors": {"errors"},
-    "distributed": {"errors", "distributed"},
+    "distributed": {"errors", "trace", "distributed"},
     "data": DATA,
     "data.stat": {*DATA, "distributed.comm", "models.envmat"},  # the descriptor's input, summed over workers
-    "models": {"errors", "config", "data.batch", "models"},
+    "models": {"errors", "trace", "config", "data.batch", "models"},
     "loss": {"errors", "config", "data.batch", "models"},
     "schedule": {"errors", "config"},
     "infer": {*DATA, "models", "infer", "distributed.comm", "train.checkpoint", "train.logs"},
