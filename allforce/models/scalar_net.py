@@ -133,7 +133,8 @@ def tangent_and_adjoint(net: Net, tape: list[Curve], e_bar: Tensor, v: Tensor, x
 
 def landing(parameter: Tensor) -> Tensor | None:
     """Where the trainer wants this gradient to lie, so that it need not be moved there; None: anywhere."""
-    return getattr(parameter, "landing", None)
+    landing = getattr(parameter, "landing", None)
+    return None if landing is None else landing.take()
 
 
 class ValueAndGradient(torch.autograd.Function):

@@ -2,6 +2,8 @@
 
     wire = [ gradients of all parameters | metric sums ]          one collective a step sends it whole
 
+With a gradient_precision of its own the gradient is cast and sent alone, and the sums go beside it as they are.
+
 The model's parameters are views of the flat tensor, so the optimizer is one fused call on one tensor (one for each
 dtype, should a model mix them) and a step has no Python loop over parameters.
 """
@@ -13,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from allforce.distributed.comm import Comm
+from allforce.distributed.comm import Comm, Work
 
 WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -32,11 +34,14 @@ class FlatParameters:
         sizes = [p.numel() for p in self.parameters]
         self.size = sum(sizes)
         device = self.parameters[0].device
-        count, sent = self.size + n_sums, WIRE_DTYPES[precision] if precision else dtypes[0]
-        self._send = allocate(count, dtype=sent, device=device)  # what the collective adds up
-        self.wire = torch.zeros(count, dtype=dtypes[0], device=device) if precision else self._send
+        self.wire = (torch.zeros if precision else allocate)(self.size + n_sums, dtype=dtypes[0], device=device)
         self.gradient, self.sums = self.wire[: self.size], self.wire[self.size :]
+        self._sent: list[tuple[Tensor, Tensor]] = []  # what is cast, and what the collectives then add up
+        if precision:
+            for part, dtype in ((self.gradient, WIRE_DTYPES[precision]), (self.sums, dtypes[0])):
+                self._sent.append((part, allocate(part.numel(), dtype=dtype, device=device)))
         self._gradients = self._views(self.gradient, self.parameters)
+        self.passes = 0  # backward passes so far
         self.flat: list[Tensor] = []  # one for each dtype
         for dtype in dtypes:
             group = [p for p in self.parameters if p.dtype == dtype]
@@ -54,7 +59,7 @@ class FlatParameters:
         """Let functions write gradients straight into the buffer; only when a step has one micro-batch."""
         for parameter, place in zip(self.parameters, self._gradients, strict=True):
             if parameter.dtype == place.dtype:
-                parameter.landing = place  # type: ignore[attr-defined]
+                parameter.landing = Landing(place, self)  # type: ignore[attr-defined]
 
     def differentiate(self, loss: Tensor, sums: Tensor, scale: float, first: bool) -> None:
         """Set (first) or add scale·∂loss/∂parameters and the metric sums of one micro-batch.
@@ -62,6 +67,7 @@ class FlatParameters:
         The gradient of a micro-batch is complete before it is added, so that two workers with one micro-batch each and
         one worker with two add the same two numbers.
         """
+        self.passes += 1
         weight = torch.full_like(loss, scale)
         gradients = torch.autograd.grad(loss, self.parameters, weight, materialize_grads=True)
         if first:  # what a function has put into its place already stays there
@@ -72,17 +78,20 @@ class FlatParameters:
             torch._foreach_add_(self._gradients, gradients)
             self.sums.add_(sums)
 
-    def reduce_start(self, comm: Comm):
-        """Begin to add up the buffers of all workers: the one collective of a step."""
-        if self._send is not self.wire and comm.size > 1:
-            self._send.copy_(self.wire)
-            return comm.all_reduce_start(self._send)
-        return comm.all_reduce_start(self.wire)
+    def reduce_start(self, comm: Comm) -> list[Work]:
+        """Begin to add up the buffers of all workers: the one collective of a step (two where gradients are cast)."""
+        if not self._sent or comm.size == 1:
+            return [comm.all_reduce_start(self.wire)]
+        for part, buffer in self._sent:
+            buffer.copy_(part)
+        return [comm.all_reduce_start(buffer) for _, buffer in self._sent]
 
-    def reduce_finish(self, work, comm: Comm) -> None:
-        work.wait()
-        if self._send is not self.wire and comm.size > 1:
-            self.wire.copy_(self._send)
+    def reduce_finish(self, works: list[Work], comm: Comm) -> None:
+        for work in works:
+            work.wait()
+        if comm.size > 1:
+            for part, buffer in self._sent:
+                part.copy_(buffer)
 
     def clip(self, max_norm: float) -> None:
         """g ← g·min(1, max_norm/|g|), on the device, nothing is waited for."""
@@ -100,3 +109,19 @@ class FlatParameters:
         for tensor, flat in zip(per_flat, self.flat, strict=True):
             views += self._views(tensor, [p for p in self.parameters if p.dtype == flat.dtype])
         return dict(zip(self.names, views, strict=True))
+
+
+class Landing:
+    """The place of a parameter's gradient in the buffer, for the first of a backward pass that asks for it.
+
+    A net that is used twice has two gradients, which autograd adds: the second must not lie where the first does.
+    """
+
+    def __init__(self, place: Tensor, owner: FlatParameters):
+        self.place, self.owner, self.taken = place, owner, -1
+
+    def take(self) -> Tensor | None:
+        if self.taken == self.owner.passes:
+            return None
+        self.taken = self.owner.passes
+        return self.place

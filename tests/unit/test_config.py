@@ -260,7 +260,7 @@ def test_input_is_not_changed() -> None:
 
 
 def test_own_keys_are_written_only_when_set() -> None:
-    own = {"sharding", "gradient_precision", "scale_steps_by_worker", "table"}
+    own = {"sharding", "gradient_precision", "scale_steps_by_worker", "table", "cache_memory"}
     assert not own & set(normalised(parse_input(WATER))["training"])
     changed = normalised(parse_input(water(training__table={"nodes": 128}, training__scale_steps_by_worker=True)))
     assert changed["training"]["table"] == {"nodes": 128}

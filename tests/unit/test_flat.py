@@ -1,10 +1,13 @@
 """Flat parameters, one gradient buffer."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from allforce.distributed.comm import SerialComm
+from allforce.models.layers import Net
+from allforce.models.scalar_net import value_and_gradient
 from allforce.train.flat import FlatParameters
 
 
@@ -76,8 +79,11 @@ class Doubling(SerialComm):
 
     size = 2
 
+    def __init__(self):
+        self.sent = []
+
     def all_reduce_start(self, tensor):
-        self.sent = tensor.dtype
+        self.sent.append(tensor.dtype)
         tensor.mul_(2)
         return super().all_reduce_start(tensor)
 
@@ -89,5 +95,27 @@ def test_wire_precision(precision, dtype):
     flat, comm = FlatParameters(net(), 1, precision), Doubling()
     flat.wire.fill_(1 / 3)
     flat.reduce_finish(flat.reduce_start(comm), comm)
-    assert comm.sent == dtype
-    assert torch.equal(flat.wire, torch.full_like(flat.wire, 2 * float(torch.tensor(1 / 3, dtype=dtype))))
+    assert comm.sent == ([dtype, torch.float64] if precision else [dtype])
+    assert torch.equal(flat.gradient, torch.full_like(flat.gradient, 2 * float(torch.tensor(1 / 3, dtype=dtype))))
+    assert flat.sums.tolist() == [2 / 3]  # figures are shown as they are, however gradients travel
+
+
+def test_a_net_used_twice_has_the_sum_of_both_gradients():
+    """Functions write gradients straight into the buffer: the second must not overwrite the first."""
+    nets = nn.ModuleList([Net(3, [4, 4], "tanh", True, torch.float64, np.random.default_rng(0), 1)])
+    x = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def gradient(landed):
+        flat = FlatParameters(nets, 1)
+        if landed:
+            flat.land()
+        for _ in range(2):  # places are free again in the next pass
+            loss = sum((k + 1) * e.square().sum() + (g**2).sum() for k in range(2) for e, g in [net_and_slope(k)])
+            flat.differentiate(loss, torch.ones(1, dtype=torch.float64), 1.0, first=True)
+        return flat.gradient.clone()
+
+    def net_and_slope(k):
+        return value_and_gradient(list(nets), [5], x[k].clone().requires_grad_())
+
+    expected = gradient(landed=False)
+    assert torch.allclose(gradient(landed=True), expected, rtol=1e-12, atol=1e-14) and expected.abs().min() > 0
