@@ -67,6 +67,7 @@ def _torch(world: World, device: torch.device, limit: float) -> Comm:
         mpi = MpiComm.start(world, limit)
     except NoMpi as reason:
         raise no_contact(world, f"nothing in the environment leads to rank 0, and {reason}.") from None
+    world.hosts = list(dict.fromkeys(mpi.gather(socket.gethostname())))
     told: list[Any] = []
 
     def announce(record: Any) -> Any:

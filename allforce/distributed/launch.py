@@ -34,6 +34,8 @@ class Launcher(NamedTuple):
 # fmt: off
 # The order is the precedence: an inner launcher before the scheduler around it, so Slurm comes late.
 LAUNCHERS = (
+    Launcher("workers", "ALLFORCE_RANK", "ALLFORCE_SIZE", "ALLFORCE_LOCAL_RANK", "ALLFORCE_LOCAL_SIZE",
+             ("ALLFORCE_STORE_FD",), ""),
     Launcher("explicit", "ALLFORCE_RANK", "ALLFORCE_SIZE", "ALLFORCE_LOCAL_RANK", "ALLFORCE_LOCAL_SIZE",
              ("ALLFORCE_SIZE",), "ALLFORCE_JOB"),
     Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
@@ -58,6 +60,7 @@ LAUNCHERS = (
 # fmt: on
 
 FULL_NAMES = {
+    "workers": "--workers",
     "explicit": "ALLFORCE_RANK and ALLFORCE_SIZE",
     "openmpi": "Open MPI's mpirun",
     "mvapich2": "MVAPICH2's mpirun",
@@ -77,7 +80,7 @@ MEETINGS = ("MASTER_ADDR", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE")  # with one 
 INHERITED = (
     "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_ ROLE_ MASTER_ TORCHELASTIC_ HOROVOD_ OMPI_ PMIX_ PRTE_ PMI_ "
     "HYDI_ MPI_LOCAL MV2_COMM_ PALS_ JSM_ FLUX_TASK_ SLURM_PROCID SLURM_LOCALID SLURM_STEP_ ALLFORCE_RANK "
-    "ALLFORCE_SIZE ALLFORCE_LOCAL_ ALLFORCE_JOB ALLFORCE_LAUNCHER"
+    "ALLFORCE_SIZE ALLFORCE_LOCAL_ ALLFORCE_JOB ALLFORCE_LAUNCHER ALLFORCE_STORE_FD ALLFORCE_LINE_FD"
 ).split()
 
 
@@ -92,7 +95,7 @@ class World:
     launcher: str = "none"
     hosts: list[str] = field(default_factory=list)  # as far as the launcher tells; complete after connect()
     job_key: str = ""  # the same on every rank, different for every job
-    meeting: str = ""  # agent://host:port, tcp://host:port, http://host:port, local, or "" (unknown)
+    meeting: str = ""  # fd://number, agent://host:port, tcp://host:port, http://host:port, local, or "" (unknown)
     launcher_pid: int = 0  # the nearest ancestor that is not itself a rank
     mpi_library: str = ""  # libmpi of the mpirun that started us, where it tells
     local_assumed: bool = False  # the launcher gave no local rank: all ranks are taken to be on one host
@@ -101,6 +104,11 @@ class World:
     @property
     def one_host(self) -> bool:
         return self.local_size == self.size
+
+    @property
+    def surely_one_host(self) -> bool:
+        """Not only for want of a better knowledge."""
+        return self.one_host and not self.local_assumed
 
     @property
     def started_by(self) -> str:
@@ -263,6 +271,8 @@ def _distinct_lines(path: str) -> list[str]:
 
 def _meeting(row: Launcher, world: World, env: Env) -> str:
     """Where the workers find each other, in this order: given, torchrun's or Horovod's store, this host, node list."""
+    if row.name == "workers":
+        return f"fd://{env['ALLFORCE_STORE_FD']}"
     port = env.get("MASTER_PORT") or derived_port(world.job_key)
     if row.name == "torchrun" and env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true":
         return f"agent://{env['MASTER_ADDR']}:{port}"

@@ -1,7 +1,9 @@
 """How the workers of a job find each other: one key-value store that all of them reach, within a time limit.
 
-Rank 0 opens a TCP store, unless torchrun's agent holds one already. Its address is known beforehand (MASTER_ADDR, a
-node list), or rank 0 announces it: in a file on one host, in Horovod's HTTP store, or through MPI.
+The workers of --workers inherit one that is a nameless file. Else rank 0 opens a TCP store, unless torchrun's agent
+holds one already. Its address is known beforehand (MASTER_ADDR, a node list), or rank 0 announces it: in a file on one
+host, in Horovod's HTTP store, or through MPI. It listens on the loopback when all workers are on one host, else on the
+interface that leads to the others. What it holds is JSON text and the addresses of torch's own; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch.distributed as dist
 
 from ..errors import UserError
 from .launch import World
+from .network import LOOPBACK, is_loopback, outward_address
 
 LATECOMERS = 25.0  # seconds: a rank still missing so long after the store was found has died at its start
 
@@ -74,11 +76,16 @@ def open_store(world: World, limit: float, announce: Announce | None = None) -> 
     """
     deadline = time.monotonic() + (latecomers(limit) if world.meeting == "local" else limit)
     kind, _, place = world.meeting.partition("://")
-    if kind in ("agent", "tcp"):
+    store: dist.Store
+    if kind == "fd":
+        store, host = dist.FileStore(f"/proc/self/fd/{place}", world.size), ""
+    elif kind in ("agent", "tcp"):
         host, _, port = place.rpartition(":")
-        serve = kind == "tcp" and world.rank == 0
         host = host.strip("[]")
-        store = _serve("", int(port)) if serve else _connect(world, host, int(port), deadline)
+        if kind == "tcp" and world.surely_one_host:
+            host = LOOPBACK
+        serve = kind == "tcp" and world.rank == 0
+        store = _serve(_own(host, world), int(port)) if serve else _connect(world, host, int(port), deadline)
     elif kind == "local":
         store, host = _announced(world, _file_announce(world), deadline)
     elif kind == "http":
@@ -90,13 +97,32 @@ def open_store(world: World, limit: float, announce: Announce | None = None) -> 
     return dist.PrefixStore(world.job_key, store) if kind == "agent" else store, host
 
 
+def _own(host: str, world: World) -> str:
+    """The address at which rank 0, known to the others as `host`, listens.
+
+    Many machines resolve their own name to a loopback address: then it is that of the interface to the other hosts.
+    """
+    if host == LOOPBACK and world.surely_one_host:
+        return LOOPBACK
+    try:
+        address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+    except (OSError, UnicodeError):
+        address = ""
+    if address and not is_loopback(str(address)):
+        return str(address)
+    return LOOPBACK if world.one_host else outward_address(world.hosts)
+
+
 def _serve(address: str, port: int) -> dist.TCPStore:
     try:
-        if address or not socket.has_dualstack_ipv6():
-            listener = socket.create_server((address, port), backlog=4096)
-        else:
-            listener = socket.create_server(("", port), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, port), family=family, backlog=4096)
     except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise UserError(
+                f"MASTER_ADDR leads to {address}, which is not an address of {socket.gethostname()}, where rank 0 runs."
+                " Set it to the host of rank 0."
+            ) from None
         if error.errno not in (errno.EADDRINUSE, errno.EACCES):
             raise
         why = "in use by another program" if error.errno == errno.EADDRINUSE else "reserved for the system"
@@ -105,8 +131,7 @@ def _serve(address: str, port: int) -> dist.TCPStore:
             f" Choose another one: export MASTER_PORT={port + 1 if port >= 1024 else 29500}"
         ) from None
     port = listener.getsockname()[1]
-    store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    return store
+    return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _connect(world: World, host: str, port: int, deadline: float) -> dist.TCPStore:
@@ -145,10 +170,11 @@ def _client(host: str, port: int, seconds: float) -> dist.TCPStore:
 def _announced(world: World, announce: Callable[[Any, float], Any], deadline: float) -> tuple[dist.TCPStore, str]:
     """Rank 0 opens a store on a free port and tells where; a wrong or old record is recognised by its nonce."""
     if world.rank == 0:
-        store = _serve("127.0.0.1" if world.one_host else "", 0)
+        address = LOOPBACK if world.surely_one_host else outward_address(world.hosts)
+        store = _serve(address, 0)
         nonce = secrets.token_hex(8)
         store.set("nonce", nonce)
-        announce({"addresses": _addresses(world), "port": store.port, "size": world.size, "nonce": nonce}, deadline)
+        announce({"addresses": [address], "port": store.port, "size": world.size, "nonce": nonce}, deadline)
         return store, ""
     while True:
         record = announce(None, deadline)
@@ -164,13 +190,6 @@ def _announced(world: World, announce: Callable[[Any, float], Any], deadline: fl
             heard = f"its record {record} leads nowhere" if record else "it left no record"
             raise no_contact(world, f"rank 0 was not found ({heard}); it may have died at its start.")
         time.sleep(0.1)
-
-
-def _addresses(world: World) -> list[str]:
-    if world.one_host:
-        return ["127.0.0.1"]
-    found = [a.address for nics in psutil.net_if_addrs().values() for a in nics if a.family == socket.AF_INET]
-    return [socket.gethostname(), *(address for address in found if not address.startswith("127."))]
 
 
 def _file_announce(world: World) -> Callable[[Any, float], Any]:

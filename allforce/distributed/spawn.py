@@ -1,23 +1,34 @@
-"""`--workers N`: local workers without a launcher, on torch.distributed.run's own machinery."""
+"""`--workers N`: local workers without a launcher. No port and no file: they inherit the descriptors that they need.
+
+    store   a nameless file in memory, one for all workers: the key-value store by which they find each other
+    line    one end of a socket pair for each worker: what it has to say when it gives up
+
+Workers die with their parent: the kernel kills them when it is gone, however it ended.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import json
-import logging
 import os
+import signal
+import socket
+import subprocess
 import sys
-import tempfile
 import time
-import uuid
-from pathlib import Path
+from types import FrameType
 
 import torch
 
 from ..errors import UserError
 from .devices import choose_threads, physical_cores
-from .launch import World, detect
+from .launch import World, detect, scrubbed
 
-MARK = "ALLFORCE_SPAWNED"
+LINE = "ALLFORCE_LINE_FD"
+GRACE = 2.0  # seconds that the others have to end by themselves when one has failed
+LOOK = 0.05  # seconds between two looks at the workers
+LONGEST = 60_000  # characters of a report: what a socket takes without a reader
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def worker_count(text: str) -> int:
@@ -35,75 +46,138 @@ def worker_count(text: str) -> int:
 def run_local_workers(n: int | str, argv: list[str]) -> int:
     """Run the command `argv` as `n` workers on this host; the exit code of the first that failed, or 0.
 
-    Nothing is restarted. The error a worker left with report() is shown once; ctrl-C ends all.
+    The error a worker left with report() is shown once. Signals are passed on; a second ctrl-C kills all.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
-
     world = detect()
     if world.size > 1:
         raise UserError(
             f"--workers starts its own workers, but {world.started_by} started {world.size} already: use one of them."
         )
-    count = worker_count(str(n))
-    for name in ("agent.server.api", "multiprocessing.api"):  # their reports of a failure are ours to give
-        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    os.environ[MARK] = "1"
+    team = Team(worker_count(str(n)), argv)
     try:
-        with tempfile.TemporaryDirectory(prefix="allforce-workers-") as logs:
-            try:
-                elastic_launch(_config(count, logs), argv[0])(*argv[1:])
-            except ChildFailedError as error:
-                return _report_failure(error, Path(logs))
-    except SignalException as stopped:
-        print(f"stopped by {stopped.sigval.name}; all workers have ended", file=sys.stderr)
-        return 128 + int(stopped.sigval)
-    except KeyboardInterrupt:
-        return 130
+        return team.wait()
     finally:
-        del os.environ[MARK]
-    return 0
+        team.close()
 
 
-def _config(count: int, logs: str):
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
-    from torch.distributed.launcher.api import LaunchConfig
+class Worker:
+    """One child, and this end of the line to it."""
 
-    return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=count,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        rdzv_configs={"is_host": "true"},
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=logs),
-        shutdown_timeout=10,
-    )
+    def __init__(self, rank: int, count: int, store: int, argv: list[str]):
+        self.rank, self.ended = rank, 0.0
+        self.line, other = socket.socketpair()
+        own = {"RANK": rank, "SIZE": count, "LOCAL_RANK": rank, "LOCAL_SIZE": count, "STORE_FD": store}
+        env = scrubbed() | {f"ALLFORCE_{name}": str(value) for name, value in own.items()}
+        self.process = subprocess.Popen(
+            argv,
+            env=env | {LINE: str(other.fileno())},
+            stdin=subprocess.DEVNULL,
+            pass_fds=(store, other.fileno()),
+            start_new_session=True,  # ctrl-C reaches the parent alone, which passes it on
+            preexec_fn=die_with_parent,
+        )
+        other.close()
+        self.line.setblocking(False)
+
+    def look(self) -> bool:
+        """Whether it runs."""
+        if self.ended:
+            return False
+        if self.process.poll() is not None:
+            self.ended = time.monotonic()
+        return not self.ended
+
+    def failure(self) -> tuple[float, str, int] | None:
+        """(when, words, exit code) of a worker that failed. A signal comes before the complaints that follow from it,
+        a bare exit code after them."""
+        code = self.process.returncode
+        if not code:
+            return None
+        if said := self._report():
+            return said["time"], said["message"], said["code"]
+        if code > 0:
+            return self.ended + GRACE, f"rank {self.rank} ended with exit code {code}; the others were stopped.", code
+        name = f"rank {self.rank} (process {self.process.pid}) was ended by {signal.Signals(-code).name}"
+        why = ", perhaps for lack of memory" if -code == signal.SIGKILL else ""
+        return self.ended - LOOK, f"{name}{why}; the others were stopped.", 128 - code
+
+    def _report(self) -> dict | None:
+        text = b""
+        try:
+            while piece := self.line.recv(65536):
+                text += piece
+            return json.loads(text)
+        except (OSError, ValueError):  # nothing said, or killed in the middle of it
+            return None
+
+
+class Team:
+    """All workers of this parent."""
+
+    def __init__(self, count: int, argv: list[str]):
+        self.interrupts, self.signal, self.workers = 0, 0, list[Worker]()
+        self.handlers = {s: signal.signal(s, self.pass_on) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+        store = os.memfd_create("allforce-store")
+        try:
+            for rank in range(count):
+                self.workers.append(Worker(rank, count, store, argv))
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.close(store)
+
+    def pass_on(self, number: int, frame: FrameType | None) -> None:
+        self.signal = number
+        self.interrupts += number == signal.SIGINT
+        self.send(signal.SIGKILL if self.interrupts > 1 else number)
+
+    def send(self, number: int) -> None:
+        for worker in self.workers:
+            if worker.process.poll() is None:
+                worker.process.send_signal(number)
+
+    def wait(self) -> int:
+        """Until all have ended. Who is still there some time after the first failure is killed."""
+        failed = 0.0
+        while running := [worker for worker in self.workers if worker.look()]:
+            now = time.monotonic()
+            if not failed and any(worker.process.returncode for worker in self.workers if worker not in running):
+                failed = now
+            if failed and now > failed + GRACE:
+                self.send(signal.SIGKILL)
+            time.sleep(LOOK)
+        failures = [found for worker in self.workers if (found := worker.failure())]
+        if self.signal:
+            print(f"stopped by {signal.Signals(self.signal).name}; all workers have ended", file=sys.stderr)
+            return 128 + self.signal
+        if not failures:
+            return 0
+        _, words, code = min(failures)
+        print(words, file=sys.stderr, flush=True)
+        return code
+
+    def close(self) -> None:
+        """Nothing stays behind, whatever happened."""
+        self.send(signal.SIGKILL)
+        for worker in self.workers:
+            worker.process.wait()
+            worker.line.close()
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+
+
+def die_with_parent() -> None:
+    """In the child, before it becomes another program. Only Linux has this."""
+    if (prctl := getattr(ctypes.CDLL(None), "prctl", None)) is not None:
+        prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
 def report(message: str, code: int = 2) -> bool:
     """Leave the error of this worker to run_local_workers, which shows the first one once. False: show it yourself."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path or MARK not in os.environ:
+    if LINE not in os.environ:
         return False
-    detail = {"message": message, "errorCode": code, "extraInfo": {"timestamp": int(time.time())}}
-    Path(path).write_text(json.dumps({"message": detail}))
+    text = json.dumps({"time": time.monotonic(), "message": message[:LONGEST], "code": code})
+    with socket.socket(fileno=int(os.environ.pop(LINE))) as line:
+        line.sendall(text.encode())
     return True
-
-
-def _report_failure(error, logs: Path) -> int:
-    """Show what the first worker that complained had to say; the agent itself may have noticed another one first."""
-    reports = sorted(logs.rglob("error.json"), key=lambda path: path.stat().st_mtime_ns)
-    for path in reports:
-        message = json.loads(path.read_text()).get("message")
-        if isinstance(message, dict) and isinstance(message.get("errorCode"), int):
-            print(message["message"], file=sys.stderr)
-            return message["errorCode"]
-    rank, first = error.get_first_failure()
-    how = f"exit code {first.exitcode}" if first.exitcode > 0 else f"signal {-first.exitcode}"
-    print(f"worker {rank} ended with {how}; the others were stopped", file=sys.stderr)
-    return first.exitcode if first.exitcode > 0 else 128 - first.exitcode  # a signal is a negative exit code

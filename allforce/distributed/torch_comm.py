@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from ..errors import UserError
 from .comm import Comm, Done, OwnMemory, Work, placed
 from .launch import World
+from .network import LOOPBACK, interface_of, is_loopback, source_address
 from .rendezvous import Announce, call_the_roll, open_store
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -178,19 +179,8 @@ class Watch:
 
 def _entry(store_host: str) -> dict[str, Any]:
     """What a rank says about itself: its address is the one from which it reaches the store."""
-    address = _source_address(store_host) if store_host else ""
+    address = source_address(store_host) if store_host else ""
     return {"host": socket.gethostname(), "pid": os.getpid(), "address": address}
-
-
-def _source_address(target: str) -> str:
-    """The local address of the route to `target`; nothing is sent."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)
-            return probe.getsockname()[0]
-    except OSError:
-        return ""
 
 
 def _interface(world: World, roll: list[dict[str, Any]]) -> str:
@@ -198,16 +188,11 @@ def _interface(world: World, roll: list[dict[str, Any]]) -> str:
 
     Left alone, gloo takes the address of the host's name, which many machines resolve to a loopback address.
     """
-    address = "127.0.0.1" if world.one_host else roll[world.rank]["address"]
-    if not world.one_host and (not address or address.startswith("127.") or address == "::1"):
-        others = [
-            e["address"] for e in roll if e["address"] and not e["address"].startswith("127.") and e["address"] != "::1"
-        ]
-        address = _source_address(others[0]) if others else ""
-    for name, nics in psutil.net_if_addrs().items():
-        if any(nic.address.partition("%")[0] == address for nic in nics):
-            return name
-    return ""
+    address = LOOPBACK if world.surely_one_host else roll[world.rank]["address"]
+    if not world.surely_one_host and (not address or is_loopback(address)):
+        others = [e["address"] for e in roll if e["address"] and not is_loopback(e["address"])]
+        address = source_address(others[0]) if others else LOOPBACK if world.one_host else ""
+    return interface_of(address)
 
 
 def _lost(roll: list[dict[str, Any]], rank: int, what: str, error: BaseException) -> str:

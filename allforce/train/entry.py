@@ -21,7 +21,7 @@ from allforce.distributed.launch import World, detect
 from allforce.distributed.mpi_profile import write_profile
 from allforce.distributed.profile import CountedComm
 from allforce.distributed.shared import HostComm
-from allforce.distributed.spawn import MARK, report, run_local_workers, worker_count
+from allforce.distributed.spawn import report, run_local_workers, worker_count
 from allforce.errors import UserError, file_problem
 from allforce.train import logs
 from allforce.train.logs import CollectHandler, log
@@ -116,7 +116,7 @@ def summary_rows(
         ("num_intra_threads", f"{threads.intra} ({threads.source})"),
         ("num_inter_threads", str(threads.inter)),
         ("engine", comm.engine + (", gradients in shared memory" if shared else "")),
-        ("launcher", "none (--workers)" if MARK in os.environ else world.launcher),
+        ("launcher", "none (--workers)" if world.launcher == "workers" else world.launcher),
         ("sharding", config.sharding),
         ("global batch", f"{frames} frames a step ({how})"),
         ("learning rate", f"{schedule.start:.2e} x {schedule.factor:g} ({job.input.learning_rate.scale_by_worker})"),

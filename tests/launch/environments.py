@@ -129,8 +129,17 @@ EXPLICIT = {
     "MASTER_PORT": "29500",
 }
 
+WORKERS = {
+    "ALLFORCE_RANK": "1",
+    "ALLFORCE_SIZE": "2",
+    "ALLFORCE_LOCAL_RANK": "1",
+    "ALLFORCE_LOCAL_SIZE": "2",
+    "ALLFORCE_STORE_FD": "7",
+}
+
 # name: (environment, launcher, rank, size, local rank, local size, meeting or its beginning)
 DISTRIBUTED = {
+    "--workers": (WORKERS, "workers", 1, 2, 1, 2, "fd://7"),
     "torchrun": (TORCHRUN, "torchrun", 5, 8, 1, 4, "agent://node07:29400"),
     "torchrun as srun's task": (
         SLURM_STEP | {"SLURM_STEP_NUM_TASKS": "2"} | TORCHRUN, "torchrun", 5, 8, 1, 4, "agent://node07:29400",

@@ -27,10 +27,9 @@ CASES = [
 
 @pytest.mark.parametrize("launcher, ranks, engine, expected", CASES)
 def test_suite(launch, launcher, ranks, engine, expected):
-    name = "torchrun" if launcher == "workers" else launcher
-    result = launch(launcher, ranks, sys.executable, SUITE, "--engine", engine, "--expect", expected, name)
+    result = launch(launcher, ranks, sys.executable, SUITE, "--engine", engine, "--expect", expected, launcher)
     assert result.returncode == 0, result.stdout
-    assert f"passed: {expected} under {name}, {ranks} ranks" in result.stdout
+    assert f"passed: {expected} under {launcher}, {ranks} ranks" in result.stdout
 
 
 def test_mpi_library_of_another_mpirun(launch):

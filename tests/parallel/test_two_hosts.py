@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -137,3 +138,28 @@ def test_mpirun_notices_the_dead(hosts, launcher):
     assert result.returncode != 0 and "unharmed" not in result.stdout, result.stdout
     # who notices first has the word: mpirun, or the other rank
     assert re.search("signal 9|EXIT CODE: 9|lost contact during all_reduce", result.stdout), result.stdout
+
+
+def test_one_interface_only(hosts):
+    """Rank 0 and gloo listen at the address that leads to the other host, not at all of them."""
+    explicit = {"ALLFORCE_SIZE": "2", "ALLFORCE_LOCAL_RANK": "0", "ALLFORCE_LOCAL_SIZE": "1", "MASTER_PORT": "29534"}
+    explicit |= {"MASTER_ADDR": hosts.names[0], "ALLFORCE_SHARED_MEMORY": "0"}
+    command = [sys.executable, SUITE, "--hosts", "2", "--expect", "torch", "explicit"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    ranks = [
+        subprocess.Popen(hosts.inside(n, *command), env=ENVIRONMENT | explicit | {"ALLFORCE_RANK": str(n)}, **pipes)
+        for n in range(2)
+    ]
+    seen: list[set[str]] = [set(), set()]
+    deadline = time.monotonic() + 100
+    try:
+        while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+            for n in range(2):
+                shown = subprocess.run([str(hosts.ip), "netns", "exec", hosts.names[n], "ss", "-ltnH"], **pipes).stdout
+                seen[n] |= {line.split()[3].rpartition(":")[0] for line in shown.splitlines()}
+        outputs = [rank.communicate(timeout=10)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert seen == [{address} for address in hosts.addresses]
