@@ -7,12 +7,12 @@ aliases, comments and old forms are gone before the classes here see the data.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from allforce.config.drawing import BATCH_PATTERN, BATCH_WORDS, auto_prob_blocks, check_sys_probs
 from allforce.config.section import Section, Words, key
 from allforce.errors import UserError
 from allforce.optim.adam import AdamConfig, AdamWConfig
@@ -35,11 +35,7 @@ Pair = Annotated[list[NonNegative], Field(min_length=2, max_length=2)]
 Name = Annotated[str, Field(min_length=1)]
 Precision = Literal["default", "float32", "float64"]
 Sel = Annotated[str, Field(pattern=r"^auto(:\d+(\.\d*)?)?$"), Words('"auto" or "auto:1.1"')] | list[NonNegative]
-BatchForm = Annotated[
-    str,
-    Field(pattern=r"^(auto|(auto|max|filter|mixed):[1-9]\d*)$"),
-    Words('"auto" or "auto:N", "max:N", "filter:N", "mixed:N" with an integer N'),
-]
+BatchForm = Annotated[str, Field(pattern=BATCH_PATTERN), Words(BATCH_WORDS)]
 BatchSize = Positive | list[Positive] | BatchForm
 ACTIVATIONS = (
     '"tanh", "relu", "relu6", "softplus", "sigmoid", "gelu", "gelu_tf", "silu", "silut", "silut:T", "linear" or "none"'
@@ -394,25 +390,14 @@ class DataConfig(Section):
                 yield "systems", f'{entry} needs "file", and may have {", ".join(LABELS_OF_FILES)}'
             if isinstance(entry, dict) and {"virial", "stress"} <= entry.keys():
                 yield "systems", f"{entry} names both virial and stress; give one of them"
-        if not _valid_auto_prob(self.auto_prob):
-            yield (
-                "auto_prob",
-                f'"{self.auto_prob}" is not "prob_uniform", "prob_sys_size" or "prob_sys_size;start:end:weight;…"',
-            )
-        if self.sys_probs is not None:
-            given = sum(p for p in self.sys_probs if p >= 0)
-            if given > 1 + 1e-8 or (abs(given - 1) > 1e-8 and all(p >= 0 for p in self.sys_probs)):
-                yield "sys_probs", f"{self.sys_probs} has the sum {given:g}; expected 1"
-
-
-def _valid_auto_prob(text: str) -> bool:
-    """prob_uniform | prob_sys_size | prob_sys_size;s:e:w;s:e:w with s < e and weights that are not all 0."""
-    kind, *blocks = text.split(";")
-    if not blocks:
-        return kind in ("prob_uniform", "prob_sys_size")
-    parts = [re.fullmatch(r"(\d+):(\d+):(\d+\.?\d*(?:e[-+]?\d+)?|\.\d+)", block.strip(), re.I) for block in blocks]
-    good = all(part and int(part[1]) < int(part[2]) for part in parts)
-    return kind == "prob_sys_size" and good and sum(float(part[3]) for part in parts if part) > 0
+        try:
+            auto_prob_blocks(self.auto_prob)
+        except ValueError as error:
+            yield "auto_prob", str(error)
+        try:
+            check_sys_probs(self.sys_probs or [1.0])
+        except ValueError as error:
+            yield "sys_probs", str(error)
 
 
 class TrainingData(DataConfig):

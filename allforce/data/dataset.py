@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
+from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 
+from allforce.config.drawing import auto_prob_blocks, batch_form, check_sys_probs
 from allforce.data.system import System
 from allforce.errors import UserError
+
+Given = TypeVar("Given")
+Meant = TypeVar("Meant")
 
 
 class DataSet:
@@ -86,12 +91,7 @@ def _batch_sizes(
     elif isinstance(batch_size, int):
         sizes, mixed = [batch_size] * len(systems), 0
     else:
-        match = re.fullmatch(r"(auto)|(auto|max|filter|mixed):(\d+)", batch_size)
-        if match is None:
-            raise UserError(
-                f'{key}: {batch_size!r} is not a number, a list, "auto", "auto:N", "max:N", "filter:N", "mixed:N"'
-            )
-        form, n = match[1] or match[2], int(match[3] or 32)
+        form, n = _understood(batch_form, batch_size, key)
         if form == "filter":
             small = [s for s in systems if s.natoms <= n]
             if not small:
@@ -101,57 +101,45 @@ def _batch_sizes(
             systems = small
         mixed = n if form == "mixed" else 0
         sizes = [{"auto": -(-n // s.natoms), "mixed": 1}.get(form, max(1, n // s.natoms)) for s in systems]
-        if n < 1:
-            sizes = [0]
     if any(b < 1 for b in sizes):
         raise UserError(f"{key}: {batch_size!r} asks for a batch of less than 1 frame")
     return systems, sizes, mixed
 
 
 def _probabilities(n_batches: np.ndarray, auto_prob: str, sys_probs: list[float] | None, name: str) -> np.ndarray:
-    count = len(n_batches)
+    key = f"training/{name}_data/"
     if sys_probs is not None:
-        return _given(n_batches, np.array(sys_probs, dtype=np.float64), f"training/{name}_data/sys_probs")
-    form, *blocks = auto_prob.replace(" ", "").split(";")
-    if form == "prob_uniform" and not blocks:
-        return np.full(count, 1 / count)
-    if form == "prob_sys_size":
-        return _blocks(n_batches, blocks or [f"0:{count}:1.0"], f"training/{name}_data/auto_prob")
-    raise UserError(
-        f'training/{name}_data/auto_prob: {auto_prob!r} is none of "prob_uniform", "prob_sys_size", '
-        '"prob_sys_size;start:end:weight;…"'
-    )
+        return _given(n_batches, sys_probs, key + "sys_probs")
+    blocks = _understood(auto_prob_blocks, auto_prob, key + "auto_prob")
+    if blocks is None:
+        return np.full(len(n_batches), 1 / len(n_batches))
+    return _of_blocks(n_batches, blocks or [(0, len(n_batches), 1.0)], key + "auto_prob")
 
 
-def _given(n_batches: np.ndarray, p: np.ndarray, key: str) -> np.ndarray:
-    if len(p) != len(n_batches):
-        raise UserError(f"{key}: has {len(p)} entries for {len(n_batches)} systems. Give one number per system")
+def _understood(parse: Callable[[Given], Meant], value: Given, key: str) -> Meant:
+    try:
+        return parse(value)
+    except ValueError as error:
+        raise UserError(f"{key}: {error}") from None
+
+
+def _given(n_batches: np.ndarray, sys_probs: list[float], key: str) -> np.ndarray:
+    if len(sys_probs) != len(n_batches):
+        raise UserError(f"{key}: has {len(sys_probs)} entries for {len(n_batches)} systems. Give one number per system")
+    _understood(check_sys_probs, sys_probs, key)
+    p = np.array(sys_probs, dtype=np.float64)
     rest = p < 0
-    left = 1 - p[~rest].sum()
-    if left < -1e-8 or (not rest.any() and abs(left) > 1e-8):
-        raise UserError(
-            f"{key}: the probabilities sum to {1 - left:g}, expected 1. Mend them; negative ones share the rest"
-        )
-    p[rest] = max(left, 0.0) * n_batches[rest] / max(n_batches[rest].sum(), 1)
+    p[rest] = max(1 - p[~rest].sum(), 0.0) * n_batches[rest] / max(n_batches[rest].sum(), 1)
     return p / p.sum()
 
 
-def _blocks(n_batches: np.ndarray, blocks: list[str], key: str) -> np.ndarray:
+def _of_blocks(n_batches: np.ndarray, blocks: list[tuple[int, int, float]], key: str) -> np.ndarray:
     """start:end:weight → weight is shared by the systems of the block in proportion to their batches."""
     p = np.zeros(len(n_batches))
-    for block in blocks:
-        match = re.fullmatch(r"(\d+):(\d+):([^:]+)", block)
-        try:
-            start, end, weight = int(match[1]), int(match[2]), float(match[3])  # type: ignore[index]
-        except (TypeError, ValueError):
-            raise UserError(f"{key}: {block!r} is not start:end:weight, as in 0:2:0.3") from None
-        if not 0 <= start < end <= len(n_batches) or not weight >= 0:
-            raise UserError(
-                f"{key}: block {block!r} does not fit {len(n_batches)} systems: 0 <= start < end, weight >= 0"
-            )
+    for start, end, weight in blocks:
+        if end > len(n_batches):
+            raise UserError(f"{key}: block {start}:{end}:{weight:g} does not fit {len(n_batches)} systems")
         p[start:end] += weight * n_batches[start:end] / n_batches[start:end].sum()
-    if p.sum() <= 0:
-        raise UserError(f"{key}: all weights are zero")
     return p / p.sum()
 
 

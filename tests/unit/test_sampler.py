@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from allforce.config.drawing import auto_prob_blocks, batch_form
 from allforce.data.dataset import DataSet
 from allforce.data.discover import partition
 from allforce.data.sampler import Sampler, make_sampler, stride
@@ -157,14 +158,14 @@ def test_probabilities(options, expected):
         ({"batch_size": [1]}, "training/training_data/batch_size: has 1 entries for 2 systems"),
         ({"batch_size": "automatic"}, "'automatic' is not a number"),
         ({"batch_size": 0}, "less than 1 frame"),
-        ({"batch_size": "mixed:0"}, "less than 1 frame"),
-        ({"auto_prob": "prob_size"}, "'prob_size' is none of"),
+        ({"batch_size": "mixed:0"}, '\'mixed:0\' is not a number, a list, "auto" or "auto:N"'),
+        ({"auto_prob": "prob_size"}, "'prob_size' is not \"prob_uniform"),
         ({"auto_prob": "prob_sys_size;0:3:1"}, "does not fit 2 systems"),
-        ({"auto_prob": "prob_sys_size;0:x:1"}, "not start:end:weight"),
+        ({"auto_prob": "prob_sys_size;0:x:1"}, "start:end:weight"),
         ({"sys_probs": [0.5]}, "1 entries for 2 systems"),
-        ({"sys_probs": [0.5, 0.6]}, "sum to 1.1, expected 1"),
-        ({"sys_probs": [0.5, 0.2]}, "sum to 0.7, expected 1"),
-        ({"sys_probs": [1.5, -1]}, "sum to 1.5, expected 1"),
+        ({"sys_probs": [0.5, 0.6]}, "sum 1.1; expected 1"),
+        ({"sys_probs": [0.5, 0.2]}, "sum 0.7; expected 1"),
+        ({"sys_probs": [1.5, -1]}, "sum 1.5; expected 1"),
     ],
 )
 def test_mistakes(options, message):
@@ -194,3 +195,13 @@ def test_summary_table():
         "-- " + name[-39:] + "     192       1     160  6.667e-01    F",
         "-" * 86,
     ]
+
+
+def test_forms():
+    assert batch_form("auto") == ("auto", 32) and batch_form("filter:300") == ("filter", 300)
+    assert auto_prob_blocks("prob_uniform") is None and auto_prob_blocks("prob_sys_size") == []
+    assert auto_prob_blocks("prob_sys_size; 0:2:0.3; 2:3:.7e0") == [(0, 2, 0.3), (2, 3, 0.7)]
+    assert auto_prob_blocks("prob_sys_size;0:1:1e-3") == [(0, 1, 1e-3)]
+    for wrong in ("prob_uniform;0:1:1", "prob_sys_size;2:2:1", "prob_sys_size;0:1:-1", "prob_sys_size;0:1:0"):
+        with pytest.raises(ValueError):
+            auto_prob_blocks(wrong)
