@@ -34,6 +34,9 @@ SHOWN = ["model-branch", "type-map", "descriptor", "fitting-net", "size", "obser
 
 
 def train(args: Namespace) -> int:
+    from allforce.train.torch_calls import check_torch
+
+    check_torch()
     from allforce.train.entry import train
 
     return train(args)

@@ -20,6 +20,19 @@ LANES = 8  # WIDTH filled up with zeros to whole vector registers
 VALUE = np.zeros((WIDTH, LANES))  # [power, spline]
 VALUE[:, :WIDTH] = polynomials().T
 SLOPE = VALUE[1:] * np.arange(1, WIDTH)[:, None]
+# numba compiles these numbers in, and takes a loop from its cache as long as this file has not changed: if spline.py
+# gives others, write them here, so that it changes.
+TIMES_120 = [
+    [1, 26, 66, 26, 1, 0],
+    [-5, -50, 0, 50, 5, 0],
+    [10, 20, -60, 20, 10, 0],
+    [-10, 20, 0, -20, 10, 0],
+    [5, -20, 30, -20, 5, 0],
+    [-1, 5, -10, 10, -5, 1],
+]
+assert np.allclose(VALUE[:, :WIDTH] * 120, TIMES_120, atol=1e-9), (
+    "spline.py has changed: loops in numba's cache are old"
+)
 
 options: dict[str, Any] = {"fastmath": True, "cache": True, "error_model": "numpy", "nogil": True}
 inline: dict[str, Any] = {"inline": "always", "fastmath": True, "error_model": "numpy"}
