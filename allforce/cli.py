@@ -47,7 +47,13 @@ def scaling_test(args: Namespace) -> None:
 
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", args.workers):
         raise UserError(f"--workers {args.workers} should be numbers of workers with commas between, such as 1,2,4.")
-    scaling_test(args.INPUT, [int(w) for w in args.workers.split(",")], args.steps, args.output, args.engine)
+    engines = args.engine.split(",")
+    if unknown := set(engines) - {"auto", "torch", "mpi"}:
+        raise UserError(
+            f"--engine {args.engine}: {', '.join(sorted(unknown))} is unknown. Choose of: auto, torch, mpi."
+        )
+    workers = [int(w) for w in args.workers.split(",")]
+    scaling_test(args.INPUT, workers, args.steps, args.output, engines, args.strong)
 
 
 def test(args: Namespace) -> None:
@@ -183,6 +189,7 @@ def _train(commands) -> None:
     p.add_argument(
         "--comm-profile", action="store_true", help="every worker writes its communication to mpi_profile.<job>.<rank>"
     )
+    p.add_argument("--timeline", metavar="FILE", help="write when every worker did what, for chrome://tracing")
     p.add_argument(
         "--use-pretrain-script", action="store_true", help="take the model section from the model to begin with"
     )
@@ -289,9 +296,10 @@ def _scaling_test(commands) -> None:
     p = _command(commands, "scaling-test", scaling_test, "measure how training speeds up with workers on this machine")
     p.add_argument("INPUT", help="the input file of a training")
     p.add_argument("--workers", default="1,2,4", metavar="W,W,…", help="numbers of workers")
-    p.add_argument("--steps", type=int, default=100, help="steps measured for each, after as many to warm up")
+    p.add_argument("--steps", type=_count, default=100, help="steps measured for each, after as many to warm up")
+    p.add_argument("--engine", default="auto", metavar="E,E,…", help="what carries data: auto, torch, mpi; or several")
     p.add_argument(
-        "--engine", choices=["auto", "torch", "mpi"], default="auto", help="what carries data between workers"
+        "--strong", action="store_true", help="deal batch_size out to the workers, instead of so much for each"
     )
     p.add_argument("-o", "--output", default="scaling.png", help="picture; needs matplotlib")
 

@@ -111,12 +111,6 @@ class Tracer:
         """Of each phase without those inside, in the thread of a lane (the calling one)."""
         return {name: total.own for name, total in (lane or self.lane()).totals.items()}
 
-    def shares(self) -> str:
-        """data wait 1.0 %, forward 40.0 %, …: of the calling thread."""
-        own = self.own_seconds()
-        total = sum(own.values()) or 1.0
-        return ", ".join(f"{name} {100 * seconds / total:.1f} %" for name, seconds in own.items())
-
     def take_events(self) -> list[tuple[str, str, float, float]]:
         """(thread, name, begin, end) since the last call; other threads may go on meanwhile."""
         taken = []

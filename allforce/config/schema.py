@@ -462,6 +462,17 @@ class Training(Section):
     tensorboard: bool = key(False, "Write for TensorBoard.")
     tensorboard_log_dir: Name = key("log", "Folder of the TensorBoard files.")
     tensorboard_freq: Int = key(1, "Steps between entries for TensorBoard.", ge=1)
+    profiling: bool = key(False, "Write a timeline of all workers, for chrome://tracing and Perfetto.")
+    profiling_file: Name = key("timeline.json", "File of the timeline.")
+    enable_profiler: bool = key(
+        False, "Also the trace of torch.profiler, of three steps of every worker, in tensorboard_log_dir."
+    )
+    metrics_file: Name | None = key(
+        "metrics.jsonl",
+        "File with all figures, samples per second and times of phases, a JSON object for each line of the learning "
+        "curve; null: none.",
+        own=True,
+    )
     acc_freq: Int = key(1, "Batches of each worker that make one step (gradient accumulation).", ge=1)
     sharding: Literal["global", "replicate", "partition"] = key(
         "global",

@@ -1,6 +1,6 @@
 """What DeePMD-kit has and Allforce does not (yet): an error by name, except at the value that means "off".
 
-Inputs in use carry many such keys at their neutral values ("profiling": false); those are accepted and dropped.
+Inputs in use carry many such keys at their neutral values ("enable_compile": false); those are accepted and dropped.
 """
 
 from __future__ import annotations
@@ -64,9 +64,6 @@ KEYS: dict[str, dict[str, Any]] = {
         "ema_decay": ANY,
         "ema_ckpt_keep": ANY,
         "ckpt_keep_ratio": [None],
-        "profiling": [False],
-        "profiling_file": ANY,
-        "enable_profiler": [False],
         "zero_stage": [0],
         "neighbor_graph_method": ["auto"],
         "enable_compile": [False],

@@ -74,6 +74,7 @@ class CountedComm:
         self.part = record is not None  # of a group whose calls it counts along; only the whole knows who is waited for
         self.record = Record() if record is None else record
         self.begun = perf_counter()
+        self.origin = self.begun  # when rank 0 began, by the clock of this rank
         self.offset, self.one_clock = 0.0, True
         self._came, self._begin, self._end = array("d"), array("d"), array("d")  # of the calls since settle()
         if comm.size > 1 and not self.part:
@@ -160,11 +161,13 @@ class CountedComm:
             came = perf_counter()
             self.comm.barrier()
             times.append((came, perf_counter()))
-        all_times = self.comm.gather(times)
+        told = self.comm.gather([self.begun, times])
+        all_times = [entry[1] for entry in told]
         offsets = [bounds(theirs, all_times[0]) for theirs in all_times]
         self.one_clock = all(low <= 0 <= high for low, high in offsets)
         low, high = offsets[self.rank]
         self.offset = 0.0 if self.one_clock else (low + high) / 2
+        self.origin = told[0][0] + self.offset
 
 
 class Call:

@@ -25,6 +25,7 @@ from allforce.distributed.spawn import report, run_local_workers, worker_count
 from allforce.errors import UserError, file_problem
 from allforce.train import logs
 from allforce.train.logs import CollectHandler, log
+from allforce.train.monitor import Monitor
 from allforce.train.start import Job, Options, prepare
 from allforce.train.trainer import Trainer
 
@@ -89,7 +90,10 @@ def work(
         tell_start(job)
     if collector is not None:
         collector.flush_all()
-    Trainer(job, comm, collector).run()
+    facts = dict(summary_rows(job, world, comm, device, threads)) | {"input": str(args.INPUT), "version": __version__}
+    facts["host"] = socket.gethostname()
+    monitor = Monitor(job.input.training, comm, device, facts, timeline_of(args, job, comm), job.restarted)
+    Trainer(job, comm, monitor, collector).run()
     log.info(f"wall time: {time.perf_counter() - begun:.3f} s")
     if collector is not None:
         collector.flush_all()
@@ -122,6 +126,14 @@ def summary_rows(
         ("learning rate", f"{schedule.start:.2e} x {schedule.factor:g} ({job.input.learning_rate.scale_by_worker})"),
         ("scaled rate", f"{schedule.start * schedule.factor:.2e}"),
     ]
+
+
+def timeline_of(args: Namespace, job: Job, comm: Comm) -> str | None:
+    """Its file, by option, input or Horovod's variable (unless Horovod itself is there to write that)."""
+    config = job.input.training
+    if args.timeline or config.profiling:
+        return args.timeline or config.profiling_file
+    return os.environ.get("HOROVOD_TIMELINE") or None if comm.engine != "horovod" else None
 
 
 def tell_start(job: Job) -> None:

@@ -1,71 +1,130 @@
-"""`dp scaling-test`: how many samples a second one, two, … workers train, as a table and a picture."""
+"""`dp scaling-test`: how many samples a second one, two, … workers train, as a table and a picture.
+
+Every number comes from metrics.jsonl of a real run: intervals after a warm-up, their mean and spread.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
+
+import psutil
 
 from allforce.config.load import load_input, normalised
 from allforce.errors import UserError
+from allforce.train.logs import log
 
-TIME = re.compile(r"average training time: ([\d.e+-]+) s/batch")
-SHARE = re.compile(r"time of training: .*communication ([\d.]+) %")
-FRAMES = re.compile(r"global batch: +(\d+)(?: to (\d+))? frames")
+INTERVALS = 5  # of every run, after as many steps to warm up
+BUSY = 0.2  # of the machine's CPUs, before anything has started
 
 
 @dataclass
 class Measurement:
     workers: int
-    seconds: float  # a step
-    frames: float  # of a step, all workers together
+    engine: str
+    rates: list[float]  # samples a second of all workers together, one for each interval
     communication: float  # share of the time
+    waiting: float  # share of the time, part of the former
+    device: str
+    warnings: list[str]
 
     @property
     def rate(self) -> float:
-        """Samples a second of all workers together."""
-        return self.frames / self.seconds
+        return mean(self.rates)
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of the intervals relative to their mean."""
+        return stdev(self.rates) / self.rate if len(self.rates) > 1 else 0.0
 
 
-def scaling_test(path: str, workers: list[int], steps: int, picture: str, engine: str = "auto") -> list[Measurement]:
-    """Train the input for 2·steps steps with each number of workers; the first half warms up."""
-    threads = os.environ.get("OMP_NUM_THREADS", "1")
-    measured = []
+def scaling_test(
+    path: str, workers: list[int], steps: int, picture: str, engines: list[str], strong: bool = False
+) -> list[Measurement]:
+    """Train the input for 2·steps steps with each number of workers and each engine; the first half warms up."""
+    _check_picture(picture)
+    for line in busy():
+        log.warning(line)
+    measured: list[Measurement] = []
     with tempfile.TemporaryDirectory(prefix="allforce-scaling-") as folder:
         plan, skip = _plan(path, steps)
-        (Path(folder) / "input.json").write_text(json.dumps(plan))
-        for count in workers:
-            measured.append(_measure(folder, count, engine, threads, skip))
-            print(f"{count} worker(s): {measured[-1].rate:.2f} samples/s", file=sys.stderr, flush=True)
+        plans = {count: _shared(plan, count) if strong else plan for count in workers}  # mistakes before measuring
+        for engine in engines:
+            for count in workers:
+                if count == 1 and any(m.workers == 1 for m in measured):
+                    continue  # one worker has no engine
+                (Path(folder) / "input.json").write_text(json.dumps(plans[count]))
+                one = _measure(folder, count, engine, skip)
+                measured.append(one)
+                log.info(f"{_name(one)}: {one.rate:.2f} samples/s")
+                for line in one.warnings:
+                    log.warning(f"{_name(one)}: {line}")
     print(table(measured))
-    _draw(measured, picture)
+    title = f"{Path(path).name}, {'strong' if strong else 'weak'} scaling, {measured[0].device}"
+    _draw(measured, picture, title)
     return measured
+
+
+def _check_picture(picture: str) -> None:
+    """Now, not after minutes of measuring."""
+    target = Path(picture)
+    if target.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise UserError(f"-o {picture}: a picture's name should end in .png, .svg or .pdf.")
+    if target.is_dir() or not os.access(target if target.exists() else target.absolute().parent, os.W_OK):
+        raise UserError(f"-o {picture}: cannot be written. Choose another file.")
+
+
+def busy(seconds: float = 0.5) -> list[str]:
+    """A word when something else computes on this machine."""
+    used = psutil.cpu_percent(seconds) / 100
+    if used <= BUSY:
+        return []
+    return [f"other programs use {100 * used:.0f} % of this machine's CPUs; what is measured now is too slow."]
 
 
 def _plan(path: str, steps: int) -> tuple[dict[str, Any], bool]:
     """The input without validation and checkpoints on the way, its paths absolute; and whether sel is given."""
+    if steps < INTERVALS:
+        raise UserError(f"--steps {steps}: at least {INTERVALS}, better 100 or more.")
     plan = normalised(load_input(path))
     training = plan["training"]
-    training.pop("validation_data", None)
-    training.pop("numb_epoch", None)
-    training.pop("stat_file", None)
-    training.pop("save_dir", None)
+    for name in ("validation_data", "numb_epoch", "stat_file", "save_dir"):
+        training.pop(name, None)
     systems = training["training_data"]["systems"]
     systems = [systems] if isinstance(systems, str) else systems
-    training["training_data"]["systems"] = [os.path.abspath(s) for s in systems]
-    # two measured intervals, so that the fixed costs of the first are left out
-    training |= {"numb_steps": 2 * steps, "disp_freq": steps, "save_freq": 2 * steps, "save_ckpt": "model.ckpt"}
-    training |= {"disp_file": "lcurve.out", "tensorboard": False, "scale_steps_by_worker": False}
-    return plan, isinstance(plan["model"]["descriptor"]["sel"], list)
+    training["training_data"]["systems"] = [_absolute(s) for s in systems]
+    each = steps // INTERVALS
+    training |= {"numb_steps": 2 * INTERVALS * each, "disp_freq": each, "save_freq": 2 * INTERVALS * each}
+    training |= {"disp_file": "lcurve.out", "metrics_file": "metrics.jsonl", "save_ckpt": "model.ckpt"}
+    training |= {"tensorboard": False, "scale_steps_by_worker": False, "profiling": False, "enable_profiler": False}
+    return plan, isinstance(plan["model"].get("descriptor", {}).get("sel"), list)
 
 
-def _measure(folder: str, workers: int, engine: str, threads: str, skip: bool) -> Measurement:
+def _absolute(system: Any) -> Any:
+    return {**system, "file": os.path.abspath(system["file"])} if isinstance(system, dict) else os.path.abspath(system)
+
+
+def _shared(plan: dict[str, Any], workers: int) -> dict[str, Any]:
+    """Strong scaling: the batch of the input dealt out to the workers."""
+    size = plan["training"]["training_data"]["batch_size"]
+    if not isinstance(size, int) or size % workers:
+        raise UserError(
+            f"--strong deals training_data/batch_size out to the workers, but {size!r} is no multiple of {workers}. "
+            "Give a number of frames that all of --workers divide."
+        )
+    shared = json.loads(json.dumps(plan))
+    shared["training"]["training_data"]["batch_size"] = size // workers
+    return shared
+
+
+def _measure(folder: str, workers: int, engine: str, skip: bool) -> Measurement:
     command = [sys.executable, "-m", "allforce", "train", "input.json", *(["--skip-neighbor-stat"] if skip else [])]
     if workers > 1 and engine == "mpi":
         command = ["mpirun", "-np", str(workers), *command, "--engine", "mpi"]
@@ -73,50 +132,78 @@ def _measure(folder: str, workers: int, engine: str, threads: str, skip: bool) -
         command += ["--workers", str(workers), "--engine", engine]
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
-    env = {**os.environ, "OMP_NUM_THREADS": threads, "PYTHONPATH": path}
+    env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "PYTHONPATH": path}
+    metrics = Path(folder) / "metrics.jsonl"
+    metrics.unlink(missing_ok=True)
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
-    found = [pattern.search(done.stderr) for pattern in (TIME, SHARE, FRAMES)]
-    if done.returncode != 0 or None in found:
+    if done.returncode != 0 or not metrics.exists():
         tail = "\n".join(done.stderr.splitlines()[-5:])
         raise UserError(f"The run with {workers} worker(s) failed with exit code {done.returncode}:\n{tail}")
-    time, share, frames = (match.groups() for match in found if match is not None)
-    size = (int(frames[0]) + int(frames[1] or frames[0])) / 2
-    return Measurement(workers, float(time[0]), size, float(share[0]) / 100)
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    warnings = [line.partition("WARNING")[2].strip() for line in done.stderr.splitlines() if " WARNING " in line]
+    return from_metrics(workers, lines, warnings)
+
+
+def from_metrics(workers: int, lines: list[dict[str, Any]], warnings: list[str]) -> Measurement:
+    """The second half of the intervals."""
+    facts = lines[0]["run"]
+    rows = [line for line in lines if line.get("steps")]
+    rows = rows[-(len(rows) // 2) or None :]
+    seconds = sum(row["seconds"] for row in rows)
+    waiting = sum(mean(row["waiting"]) for row in rows)
+    parts = [row["phases"].get("waiting", 0.0) + row["phases"].get("transfer", 0.0) for row in rows]
+    rates = [row["samples"] / row["training_seconds"] for row in rows]
+    shares = sum(parts) / seconds, waiting / seconds
+    return Measurement(workers, facts["engine"].partition(",")[0], rates, *shares, facts["computing device"], warnings)
+
+
+def base_of(measured: list[Measurement]) -> float:
+    """Samples a second of one worker; without such a row, of one of the fewest workers."""
+    fewest = min(measured, key=lambda m: m.workers)
+    return fewest.rate / fewest.workers
 
 
 def table(measured: list[Measurement]) -> str:
     """Markdown; seconds for 100 samples of each worker, as in DeePMD-kit's manual."""
-    first = measured[0]
     lines = [
-        "| Workers | Seconds every 100 samples | Samples per second | Speed up | Efficiency | Communication |",
-        "|  --  | -- | -- | -- | -- | -- |",
+        "| Workers | Engine | Seconds every 100 samples | Samples per second | Spread | Speed up | Efficiency "
+        "| Communication | of it waiting |",
+        "|  --  | -- | -- | -- | -- | -- | -- | -- | -- |",
     ]
+    base = base_of(measured)
     for m in measured:
-        per_worker = m.rate / m.workers
-        speed_up = m.rate / (first.rate / first.workers)
+        per_worker, speed_up = m.rate / m.workers, m.rate / base
         each = f"{per_worker:.2f}" + (f"*{m.workers}" if m.workers > 1 else "")
         lines.append(
-            f"| {m.workers} | {100 / per_worker:.4f} | {each} | {speed_up:.2f} | {100 * speed_up / m.workers:.0f} % "
-            f"| {100 * m.communication:.1f} % |"
+            f"| {m.workers} | {m.engine} | {100 / per_worker:.4f} | {each} | ±{100 * m.spread:.1f} % | {speed_up:.2f} "
+            f"| {100 * speed_up / m.workers:.0f} % | {100 * m.communication:.1f} % | {100 * m.waiting:.1f} % |"
         )
     return "\n".join(lines)
 
 
-def _draw(measured: list[Measurement], picture: str) -> None:
+def _name(m: Measurement) -> str:
+    return f"{m.workers} worker(s), {m.engine}" if m.workers > 1 else "1 worker"
+
+
+def _draw(measured: list[Measurement], picture: str, title: str) -> None:
     try:
         import matplotlib
     except ImportError:
-        print("no picture: matplotlib is not installed (pip install allforce[plot])", file=sys.stderr)
+        log.warning("no picture: matplotlib is not installed (pip install allforce[plot])")
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(5, 4))
-    workers, base = [m.workers for m in measured], measured[0].rate / measured[0].workers
+    workers, base = sorted({m.workers for m in measured}), base_of(measured)
     axes.plot(workers, workers, "--", color="grey", label="ideal")
-    axes.plot(workers, [m.rate / base for m in measured], "o-", label="measured")
-    axes.set(xlabel="workers", ylabel="speed up", xticks=workers)
+    for engine in dict.fromkeys(m.engine for m in measured if m.workers > 1) or ["serial"]:
+        rows = sorted((m for m in measured if m.engine == engine or m.workers == 1), key=lambda m: m.workers)
+        up, spread = [m.rate / base for m in rows], [m.spread * m.rate / base for m in rows]
+        axes.errorbar([m.workers for m in rows], up, spread, fmt="o-", capsize=3, label=engine)
+    axes.set(xlabel="workers", ylabel="speed up", xticks=workers, title=title)
+    axes.title.set_fontsize("medium")
     axes.legend()
     figure.savefig(picture, dpi=150, bbox_inches="tight")
     pyplot.close(figure)
-    print(f"picture: {picture}", file=sys.stderr)
+    log.info(f"picture: {picture}")

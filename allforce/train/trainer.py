@@ -14,11 +14,12 @@ from torch import Tensor
 from allforce.data.batch import Batch
 from allforce.distributed.comm import Comm
 from allforce.errors import UserError
-from allforce.trace import BACKWARD, CHECKPOINT, DATA, DISPLAY, FORWARD, OPTIMIZER, VALIDATION, Tracer, phase
+from allforce.trace import BACKWARD, CHECKPOINT, DATA, DISPLAY, FORWARD, OPTIMIZER, VALIDATION, phase
 from allforce.train import checkpoint
 from allforce.train.build import change_bias
 from allforce.train.display import Display
 from allforce.train.logs import CollectHandler, log
+from allforce.train.monitor import Monitor
 from allforce.train.start import Job
 
 NEVER = 2**62
@@ -27,24 +28,24 @@ NEVER = 2**62
 class Trainer:
     """Trains what `start.prepare` put together."""
 
-    def __init__(self, job: Job, comm: Comm, collector: CollectHandler | None = None):
-        self.job, self.comm, self.collector = job, comm, collector
+    def __init__(self, job: Job, comm: Comm, monitor: Monitor, collector: CollectHandler | None = None):
+        self.job, self.comm, self.monitor, self.collector = job, comm, monitor, collector
         self.config, self.state, self.loss, self.schedule = job.input.training, job.state, job.loss, job.schedule
         self.model, self.flat = job.state.model, job.state.flat
         if self.config.acc_freq == 1:
             self.flat.land()
-        self.trace = Tracer()
         self.first, self.last = job.state.step, job.numb_steps
         self.display = Display(self.config, job.loss.names, comm.rank, self.first, self.last, append=job.restarted)
         self.sum_since = torch.zeros_like(self.flat.sums)  # for disp_avg
         self.seen: list[tuple[str, Tensor]] = []  # this worker's micro-batches of the step and their losses
+        self.frames = 0  # of this worker in the step
         device = self.flat.wire.device
         self.watch = device.type == "cpu"  # elsewhere a look at the loss makes the device wait: only at shows and saves
         self.bad_step = torch.full((), NEVER, dtype=torch.int64, device=device)
 
     def run(self) -> None:
         """Evaluate, show, save, step."""
-        with self.trace.installed():
+        with self.monitor.running():
             self.loop()
 
     def loop(self) -> None:
@@ -78,6 +79,7 @@ class Trainer:
         """Mean gradient and metric sums over this step's micro-batches of all workers, for the present weights."""
         lr = self.schedule.lr(step)
         self.seen.clear()
+        self.frames = 0
         for micro in range(self.config.acc_freq):
             with phase(DATA):
                 batch = self.job.loader.next()
@@ -86,6 +88,7 @@ class Trainer:
             with phase(BACKWARD):
                 self.flat.differentiate(loss, sums, 1.0 / (self.config.acc_freq * self.comm.size), first=micro == 0)
             self.seen.append((batch.name, loss.detach()))
+            self.frames += batch.nframes
         self.flat.reduce_finish(self.flat.reduce_start(self.comm), self.comm)
         self.look_at(step)
         if self.config.disp_avg:
@@ -94,6 +97,7 @@ class Trainer:
     def update(self, step: int) -> None:
         with phase(OPTIMIZER):
             self.state.update(self.schedule.rate(step), self.config.gradient_max_norm)
+        self.monitor.step(self.frames)
         self.display.progress(self.state.step)
 
     def look_at(self, step: int) -> None:
@@ -135,6 +139,7 @@ class Trainer:
             self.display.scalars(step, validation or {}, rate, "val")
             if self.collector is not None:
                 self.collector.flush_all()
+        self.monitor.row(step, rate, training, validation)
 
     def record(self, step: int) -> None:
         """The training figures of this step for TensorBoard."""
@@ -195,5 +200,4 @@ class Trainer:
                 change_bias(self.model, self.job.loader, nbatch, self.comm, split)
             self.save(step)
         self.display.farewell()
-        if self.comm.rank == 0:
-            log.info(f"time of training: {self.trace.shares()}")
+        self.monitor.finish()

@@ -172,6 +172,9 @@ def test_defaults_are_those_of_deepmd() -> None:
             "tensorboard": False,
             "tensorboard_log_dir": "log",
             "tensorboard_freq": 1,
+            "profiling": False,
+            "profiling_file": "timeline.json",
+            "enable_profiler": False,
             "acc_freq": 1,
         },
     }
@@ -552,7 +555,7 @@ def test_long_values_are_cut() -> None:
         ({"optimizer__type": "LKF"}, "optimizer/type"),
         ({"training__opt_type": "LKF"}, "optimizer/type"),
         ({"training__enable_ema": True}, "training/enable_ema"),
-        ({"training__profiling": True}, "training/profiling"),
+        ({"training__enable_compile": True}, "training/enable_compile"),
         ({"training__mixed_precision": {"compute_prec": "float16"}}, "training/mixed_precision"),
         ({"training__zero_stage": 1}, "training/zero_stage"),
         ({"training__zero_stage": False}, "training/zero_stage"),

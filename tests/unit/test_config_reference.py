@@ -38,7 +38,7 @@ def test_markdown_examples() -> None:
 
 def test_markdown_lists_what_is_not_supported() -> None:
     text = part(reference_markdown(), "Keys of DeePMD-kit that Allforce does not have")
-    assert "| `training/profiling` | `false` |" in text
+    assert "| `training/enable_tf32` | `false` |" in text
     assert "| `validating/full_validation` | `false` |" in text
     assert all(f"`{name}`" in text for names in unsupported.TYPES.values() for name in names)
 
@@ -59,7 +59,7 @@ def test_json_schema() -> None:
     assert schema["required"] == ["model", "learning_rate", "training"]
     training = schema["$defs"]["Training"]
     assert training["properties"]["stop_batch"]["description"] == "Another name of numb_steps."
-    assert training["properties"]["profiling"] == {"enum": [False]}
+    assert training["properties"]["enable_tf32"] == {"enum": [False]}
     assert training["patternProperties"] == {"^_": {}} and training["additionalProperties"] is False
     assert schema["$defs"]["DescriptorSeE2A"]["properties"]["type"]["enum"] == ["se_e2_a", "se_a"]
     assert schema["$defs"]["DescriptorSeE2A"]["properties"]["neuron"]["items"] == {"minimum": 1, "type": "integer"}

@@ -1,0 +1,143 @@
+"""What a run tells about itself: metrics.jsonl, the table, the timeline, the profiler; none of it stops a run."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from tiny import ROOT, dp, rows, write_data, write_input
+
+from allforce.cli import main
+from allforce.train import logs
+
+STEP = {"data wait", "forward", "moments", "backward", "communication", "optimizer"}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    write_data(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    logs.close()
+
+
+def train(folder, *args, **changes):
+    write_input(folder, **changes)
+    return main(["train", "input.json", "--skip-neighbor-stat", *args])
+
+
+def lines(folder, name="metrics.jsonl"):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def test_metrics_are_the_learning_curve_and_more(folder, capsys):
+    assert train(folder) == 0
+    head, *middle, end = lines(folder)
+    assert head["run"]["world size"] == "1" and head["run"]["input"] == "input.json"
+    assert [row["step"] for row in middle] == [0, 5, 10, 15, 20]
+    for row, line in zip(middle, rows(folder), strict=True):
+        shown = [row["val"]["rmse"], row["train"]["rmse"]]
+        assert [f"{x:.2e}" for x in shown] == line.split()[1:3]
+        assert {"lr", "samples_per_second", "seconds", "memory_mb", "cpu_cores"} <= row.keys()
+        assert sum(row["phases"].values()) == pytest.approx(row["seconds"], rel=0.05, abs=2e-3)
+    assert [row["steps"] for row in middle] == [0, 5, 5, 5, 5]
+    assert sum(row["samples"] for row in middle) == 20 * 2
+    assert end["end"]["steps"] == 19 and "verdict" in end["end"]
+    assert set(end["end"]["phases"]) >= STEP - {"communication"}
+    log = capsys.readouterr().err
+    assert re.search(r"where the time went \(19 steps in [\d.]+ s", log) and "verdict: " in log
+
+
+def test_restart_continues_the_metrics(folder):
+    assert train(folder) == 0
+    assert train(folder, "--restart", "model.ckpt", training__numb_steps=25) == 0
+    found = lines(folder)
+    assert [line["step"] for line in found if "step" in line] == [0, 5, 10, 15, 20, 25]
+    assert sum("run" in line for line in found) == sum("end" in line for line in found) == 2
+
+
+def test_timeline_of_two_workers(folder):
+    write_input(folder)
+    result = dp(folder, "train", "input.json", "--workers", "2", "--timeline", "deep/t.json")
+    assert result.returncode == 0, result.stderr
+    events = json.loads((folder / "deep/t.json").read_text())["traceEvents"]
+    spans = [e for e in events if e["ph"] == "X"]
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    for rank in (0, 1):
+        names = {e["name"] for e in spans if e["pid"] == rank and threads[rank, e["tid"]] == "main"}
+        assert names >= STEP | {"waiting", "transfer", "validation", "checkpoint"}
+        loader = {e["name"] for e in spans if threads[e["pid"], e["tid"]].startswith("loader") and e["pid"] == rank}
+        assert {"batch", "neighbours"} <= loader
+    # clocks are aligned: nobody leaves the collective of a step before both have come to it
+    steps = [[e for e in spans if e["pid"] == rank and e["name"] == "transfer" and e["dur"] > 0] for rank in (0, 1)]
+    assert len(steps[0]) >= 20
+    assert max(e["ts"] for e in steps[0]) - max(e["ts"] for e in steps[1]) < 1e6
+    # a phase lies within the one around it
+    forward = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans if e["pid"] == 0 and e["name"] == "forward")
+    moments = [e for e in spans if e["pid"] == 0 and e["name"] == "moments"]
+    inside = sum(any(a - 1 <= e["ts"] and e["ts"] + e["dur"] <= b + 1 for a, b in forward) for e in moments)
+    assert inside >= 20 and len(moments) > inside  # some are of the backward pass
+
+
+@pytest.mark.parametrize("how", ["key", "variable"])
+def test_timeline_by_other_names(folder, monkeypatch, how):
+    if how == "variable":
+        monkeypatch.setenv("HOROVOD_TIMELINE", "other.json")
+    assert train(folder, training__profiling=how == "key", training__profiling_file="other.json") == 0
+    assert {e["name"] for e in json.loads((folder / "other.json").read_text())["traceEvents"]} >= STEP - {
+        "communication"
+    }
+
+
+def test_what_cannot_be_written_is_told_once_and_training_goes_on(folder, capsys):
+    assert train(folder, "--timeline", "input.json/t", training__metrics_file="/proc/nothing/m") == 0
+    log = capsys.readouterr().err
+    assert log.count("no timeline") == log.count("/proc/nothing/m") == 1 and "finished training" in log
+    assert train(folder, "--timeline", "input.json/t", training__metrics_file="/dev/full") == 0
+    log = capsys.readouterr().err
+    assert log.count("metrics_file") == 1 and "finished training" in log and len(rows(folder)) == 5
+
+
+def test_torch_profiler_has_our_phases(folder):
+    assert train(folder, training__enable_profiler=True, training__numb_steps=25) == 0
+    (trace,) = (folder / "log").glob("rank0.*.pt.trace.json")
+    names = {e.get("name") for e in json.loads(trace.read_text())["traceEvents"]}
+    assert {"forward", "backward", "optimizer", "moments"} <= names
+
+
+def test_the_table_on_a_signal(folder):
+    write_input(folder, training__numb_steps=100000, training__disp_freq=20, training__save_freq=100000)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "allforce", "train", "input.json"]
+    with subprocess.Popen(command, cwd=folder, env=env, stderr=subprocess.PIPE, text=True) as process:
+        seen = []
+        assert process.stderr is not None
+        for line in process.stderr:
+            seen.append(line)
+            if "Batch      20: trn" in line:
+                process.send_signal(signal.SIGUSR2)
+            if "verdict" in line:
+                break
+        time.sleep(0.1)
+        assert process.poll() is None and "where the time went" in "".join(seen)  # it goes on
+        process.kill()
+
+
+def test_scaling_test_reads_the_metrics(folder, capsys):
+    write_input(folder, training__training_data__batch_size=4)
+    assert main(["scaling-test", "input.json", "--workers", "2,1", "--steps", "10", "--strong", "-o", "s.svg"]) == 0
+    out, log = capsys.readouterr()
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines()]
+    assert [row[:2] for row in table[2:]] == [["2", "torch"], ["1", "serial"]]
+    assert table[3][5:7] == ["1.00", "100 %"] and table[3][4].startswith("±")  # one worker is the base
+    picture = (folder / "s.svg").read_text()
+    assert "strong scaling" in picture and "input.json" in picture and "samples/s" in log
+    assert main(["scaling-test", "input.json", "--workers", "1,3", "--strong"]) == 2
+    assert "4 is no multiple of 3" in capsys.readouterr().err
+    assert main(["scaling-test", "input.json", "-o", "nowhere/s.png"]) == 2
+    assert main(["scaling-test", "input.json", "-o", "s.txt"]) == 2
+    assert main(["scaling-test", "input.json", "--engine", "mpi,tcp"]) == 2
