@@ -21,7 +21,7 @@ from allforce.config import unsupported
 from allforce.config.legacy import V0_KEYS, Clash, is_v0, modernise
 from allforce.config.read import read_file
 from allforce.config.schema import Input, ModelConfig
-from allforce.config.section import Section, aliases, expected, is_own, quoted, sections, walk
+from allforce.config.section import Section, aliases, expected, is_own, quoted, sections, takes_dicts, walk
 from allforce.errors import UserError
 
 log = logging.getLogger("deepmd.config")
@@ -90,8 +90,14 @@ def normalised(section: Section) -> dict[str, Any]:
         default = field.get_default(call_default_factory=True)
         if value is None or (is_own(field) and value == default):
             continue
-        out[name] = normalised(value) if isinstance(value, Section) else copy.deepcopy(value)
+        out[name] = _plain(value)
     return out
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return normalised(value) if isinstance(value, Section) else copy.deepcopy(value)
 
 
 # ------------------------------------------------------------------------------------------------------------ tidy
@@ -120,9 +126,13 @@ def _tidy(
 
 def _tidy_value(field: FieldInfo, value: Any, where: str, mistakes: list[Mistake]) -> Any:
     choices = sections(field.annotation)
+    if isinstance(value, list) and choices:
+        return [_tidy_value(field, item, f"{where}/{n}", mistakes) for n, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
     if not choices:
+        return {key: item for key, item in value.items() if not str(key).startswith("_")}
+    if _is_plain(field, value):
         return {key: item for key, item in value.items() if not str(key).startswith("_")}
     if "type" not in choices[0].model_fields:
         return _tidy(choices[0], value, where, mistakes, {})
@@ -137,6 +147,12 @@ def _tidy_value(field: FieldInfo, value: Any, where: str, mistakes: list[Mistake
         key: f"type {quoted(c.model_fields['type'].default)}" for c in choices if c is not cls for key in c.model_fields
     }
     return _tidy(cls, named, where, mistakes, others)
+
+
+def _is_plain(field: FieldInfo, value: dict[Any, Any]) -> bool:
+    """An object with keys of its own choice, where a field takes such objects beside others."""
+    known = {name for cls in sections(field.annotation) for name in cls.model_fields}
+    return takes_dicts(field.annotation) and not value.keys() & known
 
 
 def _unknown_type(where: str, kind: Any, known: list[str]) -> Mistake:
@@ -230,11 +246,17 @@ def _field_at(path: list[str], data: Any) -> tuple[int, FieldInfo]:
     """The key that a path is in (its depth in the path) and its field."""
     cls: type[Section] = Input
     for depth, name in enumerate(path, start=1):
-        field = cls.model_fields[name]
-        data = data.get(name)
+        if isinstance(data, list):  # an object in a list: the field is still that of the list
+            data = data[int(name)]
+        else:
+            field = cls.model_fields[name]
+            data = data.get(name)
         choices = sections(field.annotation)
-        if depth == len(path) or not choices or not isinstance(data, dict):
+        inside = data[int(path[depth])] if isinstance(data, list) and depth < len(path) else data
+        if depth == len(path) or not choices or not isinstance(inside, dict) or _is_plain(field, inside):
             return depth, field
+        if isinstance(data, list):
+            continue
         kinds = {c.model_fields["type"].default: c for c in choices if "type" in c.model_fields}
         cls = kinds.get(data.get("type"), choices[0])
     raise AssertionError("an error of the schema without a key")

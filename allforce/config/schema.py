@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from allforce.config.drawing import BATCH_PATTERN, BATCH_WORDS, auto_prob_blocks, check_sys_probs
+from allforce.config.mimic import MimicSystem
 from allforce.config.section import Section, Words, key
 from allforce.errors import UserError
 from allforce.optim.adam import AdamConfig, AdamWConfig
@@ -49,7 +50,8 @@ Activation = Annotated[
 OutBias = Annotated[dict[Literal["energy"], list[float | None]], Words('{"energy": [number or null for each type]}')]
 
 LABELS_OF_FILES = ("energy", "forces", "virial", "stress")  # that an entry of systems may name
-System = Name | Annotated[dict[str, Name], Words('{"file": name, "energy": key, "forces": key, …}')]
+FileAndNames = Annotated[dict[str, Name], Words('{"file": name, "energy": key, "forces": key, …}')]
+System = Name | FileAndNames | Annotated[MimicSystem, Words('{"mimic": {…}}')]
 
 PRECISION_HELP = (
     'Precision of the parameters: "float32", "float64", or "default" = float64 (float32 when the '
@@ -361,8 +363,9 @@ class DataConfig(Section):
 
     systems: System | Annotated[list[System], Field(min_length=1)] = key(
         ...,
-        "Folders with type.raw (searched through all levels), HDF5 groups file.h5#/group, or files that ASE reads; of "
-        'these {"file": name, "energy": key, …} says what their labels are called, if not as usual.',
+        "Folders with type.raw (searched through all levels), HDF5 groups file.h5#/group, files that ASE reads (of "
+        'these {"file": name, "energy": key, …} says what their labels are called, if not as usual), data sets of PiNN '
+        "(NAME.yml), or objects with the files of MiMiC runs.",
     )
     rglob_patterns: list[str] | None = key(None, "Search the folders with these patterns instead.")
     batch_size: BatchSize = key(

@@ -87,7 +87,12 @@ def sections(annotation: Any) -> tuple[type[Section], ...]:
     """The classes of objects that an annotation names: LearningRateExp | LearningRateCosine -> both."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return (annotation,)
-    return tuple(cls for arg in get_args(annotation) for cls in sections(arg))
+    return tuple(dict.fromkeys(cls for arg in get_args(annotation) for cls in sections(arg)))
+
+
+def takes_dicts(annotation: Any) -> bool:
+    """Whether an annotation also names objects with any keys."""
+    return get_origin(annotation) is dict or any(takes_dicts(arg) for arg in get_args(annotation))
 
 
 def aliases(field: FieldInfo) -> list[str]:

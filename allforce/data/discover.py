@@ -1,8 +1,8 @@
 """From the entries of `systems` in the input to open systems.
 
 An entry is a directory (with every system below it), an HDF5 file or group (file.h5#/group, with every system below),
-or any other file, which ASE then reads. {"file": entry, "energy": key, …} also says what the labels of such a file are
-called.
+a data set of PiNN (NAME.yml), an object that names the files of MiMiC runs, or any other file, which ASE then reads.
+{"file": entry, "energy": key, …} also says what the labels of such a file are called.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ from typing import TypeVar
 
 import h5py
 
+from allforce.config.mimic import MimicSystem as MimicEntry
 from allforce.data.arrays import h5_file
 from allforce.data.deepmd import DeepmdSystem, Folder, Group
+from allforce.data.mimic import MimicFiles, MimicSystem, mimic_files
 from allforce.data.system import System, adopt_type_map
+from allforce.data.tfrecord import read_tfrecord
 from allforce.errors import UserError
 
 ITEM = TypeVar("ITEM")
-Entry = str | dict[str, str]
+Entry = str | dict[str, str] | MimicEntry  # of `systems`
+Place = str | dict[str, str] | MimicFiles  # of one system
 LMDB = (".lmdb", ".mdb")
 FILES = (".h5", ".hdf5", ".xyz", ".extxyz", ".traj")  # files, besides directories, that rglob_patterns may find
 
@@ -54,14 +58,33 @@ def open_systems(
     return systems
 
 
+def below(folder: Path, entries: Entry | Sequence[Entry]) -> list[Entry]:
+    """The entries, with relative paths counted from a folder."""
+
+    def join(names: str | list[str]) -> str | list[str]:
+        return str(folder / names) if isinstance(names, str) else [str(folder / name) for name in names]
+
+    def moved(entry: Entry) -> Entry:
+        if isinstance(entry, str):
+            return str(folder / entry)
+        if isinstance(entry, dict):
+            return {**entry, "file": str(folder / entry["file"])}
+        files = {name: join(getattr(entry.mimic, name)) for name in ("mpt", "trr", "energies")}
+        return MimicEntry(mimic=entry.mimic.model_copy(update=files))
+
+    return [moved(entry) for entry in ([entries] if isinstance(entries, (str, dict, MimicEntry)) else entries)]
+
+
 def partition(items: list[ITEM], rank: int, size: int) -> list[ITEM]:
     """The contiguous share of a rank; the first len % size ranks have one more."""
     q, r = divmod(len(items), size)
     return items[rank * q + min(rank, r) : (rank + 1) * q + min(rank + 1, r)]
 
 
-def open_place(place: Entry) -> list[System]:
+def open_place(place: Place) -> list[System]:
     """The system(s) at one place of find_systems."""
+    if isinstance(place, MimicFiles):
+        return [MimicSystem(place)]
     path, names = path_and_names(place)
     file, _, group = path.partition("#")
     is_hdf5 = not os.path.isdir(path) and h5py.is_hdf5(file)
@@ -74,22 +97,27 @@ def open_place(place: Entry) -> list[System]:
         return [DeepmdSystem(Folder(path))]
     if is_hdf5:
         return [DeepmdSystem(Group(file, group or "/"))]
+    if path.endswith(".yml") and not names:
+        return list(read_tfrecord(path))
     from allforce.data.ase import read_ase  # ASE's readers are slow to import
 
     return list(read_ase(path, names))
 
 
-def path_and_names(entry: Entry) -> tuple[str, dict[str, str]]:
+def path_and_names(entry: str | dict[str, str]) -> tuple[str, dict[str, str]]:
     """Where an entry is, and what its labels are called, if it says so."""
     if isinstance(entry, str):
         return entry, {}
     return entry["file"], {label: name for label, name in entry.items() if label != "file"}
 
 
-def find_systems(entries: Entry | Sequence[Entry], rglob_patterns: list[str] | None = None) -> list[Entry]:
+def find_systems(entries: Entry | Sequence[Entry], rglob_patterns: list[str] | None = None) -> list[Place]:
     """Directories, file#/group and files that hold a system: below each entry sorted, then the entry itself."""
-    found: list[Entry] = []
-    for entry in [entries] if isinstance(entries, (str, dict)) else entries:
+    found: list[Place] = []
+    for entry in [entries] if isinstance(entries, (str, dict, MimicEntry)) else entries:
+        if isinstance(entry, MimicEntry):
+            found += mimic_files(entry.mimic)
+            continue
         path, names = path_and_names(entry)
         here = _find(path, rglob_patterns)
         if not here:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from allforce.config.load import load_input
-from allforce.data.discover import Entry, open_systems, path_and_names
+from allforce.data.discover import below, open_systems
 from allforce.data.system import System
 from allforce.errors import UserError
 
@@ -43,10 +43,4 @@ def _of_input(path: Path, section: str, type_map: list[str] | None) -> list[Syst
     data = getattr(load_input(path).training, section)
     if data is None:
         raise UserError(f"{path}: has no training/{section}.")
-    entries = data.systems if isinstance(data.systems, list) else [data.systems]
-    return open_systems([_below(path.parent, entry) for entry in entries], type_map, data.rglob_patterns)
-
-
-def _below(folder: Path, entry: Entry) -> Entry:
-    path, names = path_and_names(entry)
-    return {"file": str(folder / path), **names} if names else str(folder / path)
+    return open_systems(below(path.parent, data.systems), type_map, data.rglob_patterns)

@@ -21,6 +21,7 @@ from safetensors.torch import save as serialise
 from torch import Tensor
 
 from allforce.errors import UserError
+from allforce.files import write_whole
 
 SUFFIX = ".safetensors"
 FORMAT, VERSION = "allforce checkpoint", 1
@@ -48,19 +49,9 @@ class Checkpoint:
 
 def write(path: Path, checkpoint: Checkpoint) -> None:
     """Write whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     header = {"allforce": json.dumps({"format": FORMAT, "version": VERSION, **checkpoint.meta})}
     tensors = {k: v.detach().cpu().contiguous().clone() for k, v in checkpoint.tensors.items()}
-    try:
-        with open(temporary, "wb") as file:
-            file.write(serialise(tensors, metadata=header))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        _flush_folder(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(path, serialise(tensors, metadata=header))
 
 
 def read(path: str | Path) -> Checkpoint:
@@ -174,11 +165,3 @@ def _write_text(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_text(text)
     os.replace(temporary, path)
-
-
-def _flush_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

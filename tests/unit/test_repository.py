@@ -23,15 +23,17 @@ PAGES = sorted(
 )
 
 # The table of docs/architecture.md: what a part may import, by the beginning of the module's name.
-DATA = {"errors", "trace", "neighbors", "config", "data"}
+DATA = {"errors", "files", "trace", "neighbors", "config", "data"}
 MAY_IMPORT = {
     "errors": set(),
+    "files": set(),
     "config": {"errors", "config", "optim"},  # the sections of the parts
     "optim": {"errors", "config.section", "optim"},
     "trace": set(),
     "neighbors": {"errors"},
-    "distributed": {"errors", "trace", "distributed"},
+    "distributed": {"errors", "files", "trace", "distributed"},
     "data": DATA,
+    "data.pinn": {*DATA, "distributed.launch"},  # which worker is this?
     "data.stat": {*DATA, "distributed.comm", "models.envmat"},  # the descriptor's input, summed over workers
     "models": {"errors", "trace", "config", "data.batch", "models"},
     "loss": {"errors", "config", "data.batch", "models"},

@@ -1,0 +1,185 @@
+"""What a PiNN script calls for its data: distribute_data, load_mimic, load_tfrecord, load_ase, sparse_batch.
+
+    mpt_chunks, trr_chunks, ener_chunks = distribute_data(mpt, trr, ener)
+    dataset = lambda: load_mimic(mpt_chunks, trr_chunks, ener_chunks, split={"train": 8, "test": 2})
+
+A data set is frames of systems in an order; iterating gives PiNN's dictionaries (elems, coord, cell, e_data, f_data,
+s_data), in Å, eV, eV/Å, each frame read when its turn comes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ase.data
+import numpy as np
+
+from allforce.data.discover import open_place, partition
+from allforce.data.mimic import MimicFiles, MimicSystem, check_lengths
+from allforce.data.system import System
+from allforce.distributed.launch import detect
+from allforce.errors import UserError
+
+SPLIT = {"train": 8, "vali": 1, "test": 1}
+
+
+class Share(list):
+    """The part of a list that a worker has; it remembers the whole."""
+
+    def __init__(self, whole: Sequence, rank: int, size: int):
+        self.whole = list(whole)
+        places = partition(list(range(len(self.whole))), rank, size)
+        self.start = places[0]
+        super().__init__(self.whole[k] for k in places)
+
+
+def distribute_data(*lists: Sequence[str]) -> list[Share]:
+    """This worker's chunk of each list: contiguous, the first len % size workers have one entry more."""
+    world = detect()
+    check_lengths({f"list {k}": entries for k, entries in enumerate(lists)}, "distribute_data")
+    if lists and len(lists[0]) < world.size:
+        raise UserError(
+            f"distribute_data: {len(lists[0])} file(s) for {world.size} workers, some would have none. Use at most as"
+            " many workers as files, or give all workers all files and leave distribute_data out"
+        )
+    return [Share(entries, world.rank, world.size) for entries in lists]
+
+
+def load_mimic(
+    mpt: str | Sequence[str],
+    trr: str | Sequence[str],
+    ener: str | Sequence[str],
+    split: Any = SPLIT,
+    shuffle: bool = True,
+    seed: int = 0,
+    **how: Any,
+) -> Any:
+    """Data sets of MiMiC runs, nested as `split` is; a bare number gives one data set. `how`: see MimicFiles.
+
+    With chunks of distribute_data the frames of all files are split and each worker has its files' part of every leaf:
+    which frames are for training does not depend on the number of workers.
+    """
+    lists = {name: [x] if isinstance(x, str) else x for name, x in (("mpt", mpt), ("trr", trr), ("ener", ener))}
+    check_lengths(lists, "load_mimic")
+    whole = zip(*(getattr(files, "whole", files) for files in lists.values()), strict=True)
+    first, count = getattr(lists["trr"], "start", 0), len(lists["trr"])
+    systems: list[System] = [MimicSystem(MimicFiles(*files, **how)) for files in whole]
+    return split_frames(systems, split, shuffle, seed, range(first, first + count))
+
+
+def load_tfrecord(path: str, split: Any = 1, shuffle: bool = True, seed: int = 0) -> Any:
+    """Data sets of PiNN's NAME.yml, nested as `split` is."""
+    return split_frames(open_place(path), split, shuffle, seed)
+
+
+def load_ase(path: str, split: Any = 1, shuffle: bool = True, seed: int = 0) -> Any:
+    """Data sets of a file that ASE reads, extended XYZ first, nested as `split` is."""
+    return split_frames(open_place(path), split, shuffle, seed)
+
+
+def split_frames(systems: list[System], split: Any, shuffle: bool, seed: int, mine: range | None = None) -> Any:
+    """All frames, in a seeded order, dealt out to the leaves of `split`: ceil(N·w/Σw) to each in turn."""
+    for system in systems:
+        system.use_type_map(list(system.type_names or []))
+    frames = np.array([(i, k) for i, s in enumerate(systems) for k in range(s.nframes)], dtype=np.int64).reshape(-1, 2)
+    if shuffle:
+        frames = np.random.Generator(np.random.Philox(seed)).permutation(frames)
+    weights = list(_leaves(split))
+    if not weights or any(not isinstance(w, (int, float)) or not w >= 0 for w in weights) or not sum(weights) > 0:
+        raise UserError(f"split: {split!r} should be a number, or dicts or lists of numbers of which one is above 0")
+    sizes = [math.ceil(len(frames) * w / sum(weights)) for w in weights]
+    pieces = iter(np.split(frames, np.cumsum(sizes)[:-1]))
+    keep = range(len(systems)) if mine is None else mine
+
+    def fill(tree: Any) -> Any:
+        if isinstance(tree, dict):
+            return {name: fill(part) for name, part in tree.items()}
+        if isinstance(tree, (list, tuple)):
+            return [fill(part) for part in tree]
+        return Dataset(systems, [(int(i), int(k)) for i, k in next(pieces) if i in keep])
+
+    return fill(split)
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, (dict, list, tuple)):
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            yield from _leaves(part)
+    else:
+        yield tree
+
+
+@dataclass
+class Dataset:
+    """Frames of systems in an order. Shuffling, repeating and keeping frames in memory are the trainer's business."""
+
+    whole: list[System]
+    frames: list[tuple[int, int]]  # (system, frame)
+    batch_size: int | None = None  # frames of a batch, set by apply(sparse_batch(n))
+
+    def __len__(self) -> int:
+        return len(self.frames)
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        return (self[n] for n in range(len(self)))
+
+    def __getitem__(self, n: int) -> dict[str, np.ndarray]:
+        """Frame n as PiNN has it: elems (n,), coord (n, 3), cell (3, 3), e_data, f_data (n, 3), s_data (3, 3)."""
+        i, k = self.frames[n]
+        system = self.whole[i]
+        frame = system.frame(k)
+        names = np.array([ase.data.atomic_numbers[name] for name in system.type_map])
+        sample = {"elems": names[frame.type], "coord": frame.coord}
+        if frame.cell is not None:
+            sample["cell"] = frame.cell
+        if "energy" in frame.labels:
+            sample["e_data"] = frame.labels["energy"].reshape(())
+        if "force" in frame.labels:
+            sample["f_data"] = frame.labels["force"]
+        if "virial" in frame.labels and frame.cell is not None:
+            sample["s_data"] = -frame.labels["virial"].reshape(3, 3) / abs(np.linalg.det(frame.cell))
+        return sample
+
+    def systems(self) -> list[System]:
+        """The same frames as systems, one for each that has any."""
+        places: dict[int, list[int]] = {}
+        for i, k in sorted(self.frames):
+            places.setdefault(i, []).append(k)
+        return [Selection(self.whole[i], frames) for i, frames in places.items()]
+
+    def apply(self, function: Callable[[Dataset], Dataset]) -> Dataset:
+        return function(self)
+
+    def shuffle(self, *_: Any, **__: Any) -> Dataset:
+        return self
+
+    repeat = cache = prefetch = shuffle
+
+
+def sparse_batch(batch_size: int) -> Callable[[Dataset], Dataset]:
+    """For Dataset.apply: so many frames in a batch."""
+    return lambda dataset: replace(dataset, batch_size=batch_size)
+
+
+class Selection(System):
+    """Some frames of a system."""
+
+    def __init__(self, whole: System, frames: list[int]):
+        self.whole, self.frames, self.nframes = whole, frames, len(frames)
+        self.name, self.natoms, self.periodic, self.mixed = whole.name, whole.natoms, whole.periodic, whole.mixed
+        self.types, self.type_names, self.numbered = whole.types, whole.type_names, whole.numbered
+        self.label_names, self.fparam_width, self.aparam_width = (
+            whole.label_names,
+            whole.fparam_width,
+            whole.aparam_width,
+        )
+
+    def use_type_map(self, type_map: list[str]) -> None:
+        super().use_type_map(type_map)
+        self.whole.use_type_map(type_map)
+
+    def frame(self, k: int):
+        return self.whole.frame(self.frames[k])
