@@ -189,6 +189,7 @@ def _train(commands) -> None:
     p.add_argument(
         "--comm-profile", action="store_true", help="every worker writes its communication to mpi_profile.<job>.<rank>"
     )
+    p.add_argument("--json-log", action="store_true", help="lines of the log as JSON objects")
     p.add_argument("--timeline", metavar="FILE", help="write when every worker did what, for chrome://tracing")
     p.add_argument(
         "--use-pretrain-script", action="store_true", help="take the model section from the model to begin with"

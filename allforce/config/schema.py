@@ -465,6 +465,14 @@ class Training(Section):
     tensorboard: bool = key(False, "Write for TensorBoard.")
     tensorboard_log_dir: Name = key("log", "Folder of the TensorBoard files.")
     tensorboard_freq: Int = key(1, "Steps between entries for TensorBoard.", ge=1)
+    tensorboard_histograms: bool = key(
+        False, "Also histograms of all parameters, with every line of the learning curve.", own=True
+    )
+    wandb_project: Name | None = key(
+        None,
+        "Project of Weights & Biases that gets what TensorBoard would (WANDB_MODE=offline: files only).",
+        own=True,
+    )
     profiling: bool = key(False, "Write a timeline of all workers, for chrome://tracing and Perfetto.")
     profiling_file: Name = key("timeline.json", "File of the timeline.")
     enable_profiler: bool = key(

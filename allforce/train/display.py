@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from allforce.errors import UserError
 from allforce.train import logs
+from allforce.train.boards import open_boards
 from allforce.train.lcurve import LearningCurve
 from allforce.train.logs import log
 
@@ -21,11 +22,13 @@ Figures = dict[str, float]
 class Display:
     """Shows the figures of a step and counts the time between displays."""
 
-    def __init__(self, config: Training, names: list[str], rank: int, first: int, last: int, append: bool):
+    def __init__(
+        self, config: Training, names: list[str], rank: int, first: int, last: int, append: bool, facts: dict[str, Any]
+    ):
         self.config, self.rank, self.last = config, rank, last
-        self.curve, self.board, self.bar = None, None, None
+        self.curve, self.bar = None, None
+        self.boards = open_boards(config, rank, facts)
         if rank == 0:
-            self.board = _tensorboard(config)
             if config.disp_training:
                 self.curve = LearningCurve(config.disp_file, names, config.validation_data is not None, append)
             self.bar = _bar(first, last)
@@ -60,21 +63,32 @@ class Display:
             end = f"{datetime.now() + left:%Y-%m-%d %H:%M}"
             log.info(f"Batch {step:7d}: total wall time = {training + testing:.2f} s, eta = {left} at {end}")
 
-    def scalars(self, step: int, figures: Figures, rate: float, part: str) -> None:
-        if self.board is not None:
-            for name, value in figures.items():
-                self.board.add_scalar(f"{name}/{part}", value, step)
-            if part == "train":
-                self.board.add_scalar("lr", rate, step)
+    def scalars(self, step: int, figures: Callable[[], Figures], rate: float, part: str) -> None:
+        """For the boards; `figures` is asked for in their thread."""
+        rest = {"lr": rate} if part == "train" else {}
+        self.boards.scalars(step, lambda: {f"{name}/{part}": value for name, value in figures().items()} | rest)
+
+    def speed(self, step: int, row: dict[str, Any]) -> None:
+        """What rank 0 knows of all ranks since the last displayed step: see monitor.py."""
+        if not row.get("steps"):
+            return
+        total = sum(row["phases"].values()) or 1.0
+        shares = {f"phases/{name}": seconds / total for name, seconds in row["phases"].items()}
+        self.boards.scalars(step, lambda: {"samples_per_second": row["samples_per_second"], **shares})
+        if self.bar is not None:
+            slowest = f", slowest rank {row['slowest_rank']}" if len(row["waiting"]) > 1 else ""
+            rmse = ", ".join(f"{part} {row[part]['rmse']:.2e}" for part in ("train", "val") if row[part])
+            note = f"{row['samples_per_second']:.1f} samples/s, {rmse}{slowest}"
+            self.bar.update(self.bar.task_ids[0], note=note)
 
     def progress(self, step: int) -> None:
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], completed=step)
 
     def close(self) -> None:
-        for thing in (self.curve, self.board):
-            if thing is not None:
-                thing.close()
+        self.boards.close()
+        if self.curve is not None:
+            self.curve.close()
         if self.bar is not None:
             self.bar.stop()
 
@@ -89,19 +103,6 @@ class Display:
         log.info("finished training")
 
 
-def _tensorboard(config: Training) -> Any:
-    if not config.tensorboard:
-        return None
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise UserError(
-            "training/tensorboard: true, but the package tensorboard is not installed. "
-            "Install it (pip install allforce[tensorboard]) or set it to false."
-        ) from None
-    return SummaryWriter(config.tensorboard_log_dir)
-
-
 def _bar(first: int, last: int) -> Any:
     """A bar that stays below the lines of the log; only where a person looks on."""
     if not sys.stderr.isatty():
@@ -109,8 +110,9 @@ def _bar(first: int, last: int) -> Any:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    note = TextColumn("{task.fields[note]}", style="dim")
+    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), note)
     bar = Progress(*columns, console=Console(stderr=True, soft_wrap=True), refresh_per_second=1, transient=True)
-    bar.add_task("training", total=last, completed=first)
+    bar.add_task("training", total=last, completed=first, note="")
     bar.start()
     return bar

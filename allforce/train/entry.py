@@ -42,7 +42,7 @@ def train(args: Namespace) -> int:
     comm = CountedComm(connect(world, args.engine, device), exact=wants_profile)
     collector = None
     try:
-        collector = logs.setup(args.log_level, args.log_path, args.mpi_log, comm)
+        collector = logs.setup(args.log_level, args.log_path, args.mpi_log, comm, args.json_log)
         work(args, world, comm, device, threads, collector)
         if wants_profile:
             tell_profile(comm)

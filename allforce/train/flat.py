@@ -103,6 +103,10 @@ class FlatParameters:
         pieces = self.gradient.split([flat.numel() for flat in self.flat])
         return [piece.to(flat.dtype) for piece, flat in zip(pieces, self.flat, strict=True)]
 
+    def copy(self) -> dict[str, Tensor]:
+        """The parameters of now by name, for who looks at them later."""
+        return self.split([flat.clone() for flat in self.flat])
+
     def split(self, per_flat: list[Tensor]) -> dict[str, Tensor]:
         """Tensors shaped like the flat ones (the optimizer's moments) by parameter name."""
         views: list[Tensor] = []

@@ -12,9 +12,11 @@ workers     every rank its own                   one for each rank: name_<rank>.
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Iterable
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,6 +45,19 @@ class Console(logging.StreamHandler):
         pass
 
 
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time, level, rank, message."""
+
+    def __init__(self, rank: int):
+        super().__init__()
+        self.rank = rank
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")
+        line = {"time": time, "level": record.levelname, "rank": self.rank, "message": record.getMessage()}
+        return json.dumps(line, ensure_ascii=False)
+
+
 class CollectHandler(logging.Handler):
     """Keeps lines until `flush_all`, where rank 0 puts those of all ranks in order of time and writes them."""
 
@@ -51,6 +66,10 @@ class CollectHandler(logging.Handler):
         self.comm, self.outputs = comm, outputs
         self.console, self.file = (logging.Formatter(f.format(rank=rank_field)) for f in (CONSOLE, FILE))
         self.lines: list[tuple[float, int, str, str]] = []
+
+    def setFormatter(self, fmt: logging.Formatter | None) -> None:
+        if fmt is not None:
+            self.console = self.file = fmt
 
     def emit(self, record: logging.LogRecord) -> None:
         line = (record.created, self.comm.rank, self.console.format(record), self.file.format(record))
@@ -83,11 +102,23 @@ class CollectHandler(logging.Handler):
 
 
 def setup(
-    level: str = "INFO", path: str | None = None, mode: str = "master", comm: Comm | None = None
+    level: str = "INFO",
+    path: str | None = None,
+    mode: str = "master",
+    comm: Comm | None = None,
+    as_json: bool = False,
 ) -> CollectHandler | None:
     """Send the log to the console and to `path`; returns the handler to flush when lines are collected."""
-    rank, size = (comm.rank, comm.size) if comm is not None else (0, 1)
     close()
+    collector = _send(level, path, mode, comm)
+    if as_json:
+        for handler in ROOT.handlers:
+            handler.setFormatter(JsonFormatter(comm.rank if comm is not None else 0))
+    return collector
+
+
+def _send(level: str, path: str | None, mode: str, comm: Comm | None) -> CollectHandler | None:
+    rank, size = (comm.rank, comm.size) if comm is not None else (0, 1)
     ROOT.setLevel(LEVELS[level])
     ROOT.propagate = False
     if size == 1:

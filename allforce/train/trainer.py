@@ -35,7 +35,9 @@ class Trainer:
         if self.config.acc_freq == 1:
             self.flat.land()
         self.first, self.last = job.state.step, job.numb_steps
-        self.display = Display(self.config, job.loss.names, comm.rank, self.first, self.last, append=job.restarted)
+        self.display = Display(
+            self.config, job.loss.names, comm.rank, self.first, self.last, job.restarted, monitor.facts
+        )
         self.sum_since = torch.zeros_like(self.flat.sums)  # for disp_avg
         self.seen: list[tuple[str, Tensor]] = []  # this worker's micro-batches of the step and their losses
         self.frames = 0  # of this worker in the step
@@ -136,15 +138,20 @@ class Trainer:
                 validation = self.validate(step)
             rate = self.schedule.rate(step)
             self.display.figures(step, rate, training, validation, perf_counter() - begun)
-            self.display.scalars(step, validation or {}, rate, "val")
+            if validation is not None:
+                self.display.scalars(step, lambda: validation, rate, "val")
             if self.collector is not None:
                 self.collector.flush_all()
         self.monitor.row(step, rate, training, validation)
+        self.display.speed(step, self.monitor.last_row)
+        if self.config.tensorboard_histograms and self.display.boards:
+            self.display.boards.histograms(step, self.flat.copy())
 
     def record(self, step: int) -> None:
-        """The training figures of this step for TensorBoard."""
-        if self.config.tensorboard and step % self.config.tensorboard_freq == 0 and self.comm.rank == 0:
-            self.display.scalars(step, self.loss.metric(self.flat.sums), self.schedule.rate(step), "train")
+        """The training figures of this step for the boards."""
+        if self.display.boards and step % self.config.tensorboard_freq == 0:
+            sums = self.flat.sums.clone()
+            self.display.scalars(step, lambda: self.loss.metric(sums), self.schedule.rate(step), "train")
 
     def validate(self, step: int) -> dict[str, float] | None:
         """Figures of the validation micro-batches of this step, dealt out to the workers.

@@ -141,3 +141,80 @@ def test_scaling_test_reads_the_metrics(folder, capsys):
     assert main(["scaling-test", "input.json", "-o", "nowhere/s.png"]) == 2
     assert main(["scaling-test", "input.json", "-o", "s.txt"]) == 2
     assert main(["scaling-test", "input.json", "--engine", "mpi,tcp"]) == 2
+
+
+def events_of(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    return found
+
+
+def test_tensorboard_has_every_step_and_the_curve(folder):
+    pytest.importorskip("tensorboard")
+    assert train(folder, training__tensorboard=True, training__tensorboard_histograms=True) == 0
+    found = events_of(folder / "log")
+    tags = set(found.Tags()["scalars"])
+    assert {"rmse/train", "rmse_f/val", "lr", "samples_per_second", "phases/forward"} <= tags
+    assert [e.step for e in found.Scalars("rmse/train")] == list(range(21))
+    rows_ = [line for line in lines(folder) if "step" in line]
+    assert [e.value for e in found.Scalars("rmse/val")] == pytest.approx([r["val"]["rmse"] for r in rows_], rel=1e-6)
+    shown = {r["step"]: r["train"]["rmse"] for r in rows_}
+    assert {e.step: e.value for e in found.Scalars("rmse/train") if e.step in shown} == pytest.approx(shown, rel=1e-6)
+    assert len(found.Tags()["histograms"]) > 5
+
+
+def test_a_board_that_fails_does_not_stop_the_training(folder, capsys, monkeypatch):
+    from allforce.train import boards
+
+    def full(self, step, figures):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(boards.TensorBoard, "scalars", full)
+    assert train(folder, training__tensorboard=True) == 0
+    log = capsys.readouterr().err
+    assert log.count("TensorBoard is not continued") == 1 and "finished training" in log
+
+
+def test_wandb_offline(folder, monkeypatch):
+    pytest.importorskip("wandb", reason="wandb is not installed (pip install allforce[wandb])")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    write_input(folder, training__wandb_project="water")
+    result = dp(folder, "train", "input.json", "--skip-neighbor-stat")
+    assert result.returncode == 0, result.stderr
+    (record,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    content = record.read_bytes()
+    assert b"rmse/train" in content and b"samples_per_second" in content
+
+
+def test_the_log_as_json(folder):
+    write_input(folder)
+    result = dp(folder, "train", "input.json", "--workers", "2", "--json-log", "-m", "collect", "-l", "train.log")
+    assert result.returncode == 0, result.stderr
+    for text in (result.stderr, (folder / "train.log").read_text()):
+        found = [json.loads(line) for line in text.splitlines()]
+        assert {line["rank"] for line in found} == {0, 1} and {"time", "level", "message"} <= found[0].keys()
+        assert any(line["message"].startswith("Batch      20: trn: rmse") for line in found)
+
+
+def test_the_bar_tells_speed_and_errors(folder, monkeypatch):
+    """On a terminal, which a pseudo terminal is for the program."""
+    import pty
+
+    write_input(folder, training__numb_steps=40)
+    ours, theirs = pty.openpty()
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "160"}
+    command = [sys.executable, "-m", "allforce", "train", "input.json", "--skip-neighbor-stat"]
+    process = subprocess.Popen(command, cwd=folder, env=env, stderr=theirs, stdout=theirs)
+    os.close(theirs)
+    text = b""
+    while True:
+        try:
+            piece = os.read(ours, 4096)
+        except OSError:  # the end, on Linux
+            break
+        text += piece
+    os.close(ours)
+    assert process.wait() == 0
+    assert re.search(rb"samples/s, train \d\.\d\de[+-]\d\d, val", text)
