@@ -45,9 +45,16 @@ def _map_variables(tree: Any, function: Callable[[Any], Any], variable: bool = F
     """A copy of the tree in which function has replaced every non-null leaf below a key "@variables"."""
     if isinstance(tree, dict) and not tree.get("@is_variable"):
         return {k: _map_variables(v, function, variable or k == "@variables") for k, v in tree.items()}
-    if isinstance(tree, list) and not variable:
-        return [_map_variables(v, function) for v in tree]
+    if isinstance(tree, list) and (not variable or _holds_variable(tree)):
+        return [_map_variables(v, function, variable) for v in tree]
     return function(tree) if variable and tree is not None else tree
+
+
+def _holds_variable(value: Any) -> bool:
+    """Whether an array, or what stands for one, is in it: then it is a list of variables, else one itself."""
+    if isinstance(value, list):
+        return any(_holds_variable(v) for v in value)
+    return isinstance(value, (dict, np.ndarray)) or (isinstance(value, str) and value.startswith("/"))
 
 
 def _read_hdf5(path: Path) -> dict:

@@ -249,7 +249,7 @@ def test_tensorflow_file_with_out_std(tmp_path: Path) -> None:
         ("m.yaml", b"a: [", "not a readable .yaml"),
         ("m.yaml", b"a: 1", "no entry 'model'"),
         ("m.pt", b"nonsense", "not a readable PyTorch checkpoint"),
-        ("m.safetensors", b"nonsense", "cannot be read"),
+        ("m.safetensors", b"nonsense", "not a checkpoint or model, but a text that begins with .nonsense"),
         ("m.dp", None, "no such model file"),
         ("m.ckpt", None, "no such checkpoint"),
     ],
@@ -361,3 +361,21 @@ def test_write_is_whole_or_not_at_all(tmp_path: Path) -> None:
         write_tree(path, {"model": object()})
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
     assert read_tree(path)["model"]["type_map"] == ["O", "H"]
+
+
+@pytest.mark.parametrize("suffix", [".dp", ".yaml"])
+def test_lists_of_arrays_in_a_file_of_another_descriptor(suffix: str, tmp_path: Path) -> None:
+    """DeePMD-kit's larger descriptors keep lists of arrays (and null among them) below "@variables"."""
+    save_model(make(), tmp_path / "m.dp")
+    tree = read_tree(tmp_path / "m.dp")
+    weights = [np.arange(3.0), None, np.ones((2, 2))]
+    tree["model"]["descriptor"] = {"type": "dpa2", "@variables": {"g1_residual": weights, "inner": {"list": [weights]}}}
+    path = tmp_path / f"other{suffix}"
+    write_tree(path, tree)
+    back = read_tree(path)["model"]["descriptor"]["@variables"]
+    for found in (back["g1_residual"], back["inner"]["list"][0]):
+        assert found[1] is None
+        np.testing.assert_array_equal(found[0], weights[0])
+        np.testing.assert_array_equal(found[2], weights[2])
+    with pytest.raises(UserError, match="descriptor of type 'dpa2' is not supported"):
+        load_model(path)
