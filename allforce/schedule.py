@@ -3,6 +3,7 @@
     t step, T numb_steps, W warm-up steps, T' = T - W, τ = t - W
 
 The unscaled rate enters the loss prefactors; the optimizer's rate is that times a factor of the number of workers.
+With loss/schedule "step" the prefactors follow start·LAST^(t/T) instead, whatever the rate does.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from allforce.errors import UserError
 if TYPE_CHECKING:
     from allforce.config.schema import LearningRateCosine, LearningRateExp, LearningRateWSD
 
+LAST = 1e-3
 SMALLEST_LR = 1e-10  # floor of stop_lr inside the logarithm of the exponential schedule
 
 FACTORS = {"linear": float, "sqrt": sqrt, "none": lambda workers: 1.0}
@@ -29,9 +31,13 @@ class Schedule:
     """lr(t), the unscaled rate, and rate(t), what the optimizer uses with W workers."""
 
     def __init__(
-        self, config: LearningRateExp | LearningRateCosine | LearningRateWSD, numb_steps: int, workers: int = 1
+        self,
+        config: LearningRateExp | LearningRateCosine | LearningRateWSD,
+        numb_steps: int,
+        workers: int = 1,
+        loss: str = "lr",
     ):
-        self.config, self.steps = config, numb_steps
+        self.config, self.steps, self.loss = config, numb_steps, loss
         self.start, self.stop = config.start_lr, config.stop
         self.warmup = int(config.warmup_ratio * numb_steps) if config.warmup_ratio is not None else config.warmup_steps
         if self.warmup and self.warmup >= numb_steps:
@@ -42,8 +48,12 @@ class Schedule:
         self.factor = worker_factor(config.scale_by_worker, workers)
         self._decay = SCHEDULES[config.type](self, config)
 
+    def loss_lr(self, step: int) -> float:
+        """What the loss prefactors follow."""
+        return self.lr(step) if self.loss == "lr" else self.start * LAST ** (step / self.steps)
+
     def lr(self, step: int) -> float:
-        """The unscaled rate, which the loss prefactors follow."""
+        """The unscaled rate."""
         if step >= self.warmup:
             return self._decay(step - self.warmup)
         if self.config.warmup_from_unscaled:

@@ -16,7 +16,9 @@ from allforce.config.drawing import BATCH_PATTERN, BATCH_WORDS, auto_prob_blocks
 from allforce.config.mimic import MimicSystem
 from allforce.config.section import Section, Words, key
 from allforce.errors import UserError
+from allforce.optim import OPTIMIZERS
 from allforce.optim.adam import AdamConfig, AdamWConfig
+from allforce.optim.muon import HybridMuonConfig
 
 
 def _whole(value: Any) -> Any:
@@ -293,8 +295,8 @@ class LearningRateWSD(LearningRate):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from super().problems()
-        if self.stop <= 0:
-            yield "stop_lr", "must be greater than 0 for the schedule wsd"
+        if self.stop <= 0 and self.decay_type == "inverse_linear":
+            yield "stop_lr", 'must be greater than 0 for decay_type "inverse_linear" of the schedule wsd'
 
 
 # ----------------------------------------------------------------------------------------------------------- loss
@@ -309,6 +311,12 @@ class LossEner(Section):
     type_aliases = ("ener_hess",)
 
     type: Literal["ener"] = key("ener", 'Kind of loss: "ener".')
+    schedule: Literal["lr", "step"] = key(
+        "lr",
+        "What lr(t) / start_lr of the weights is. lr: that of the learning rate; step: 1000^(−t / numb_steps), "
+        "whatever the rate does.",
+        own=True,
+    )
     start_pref_e: float = key(0.02, "Weight of the energy at the beginning.", ge=0)
     limit_pref_e: float = key(1.0, "Weight of the energy when the rate has gone to 0.", ge=0)
     start_pref_f: float = key(1000.0, "Weight of the forces at the beginning.", ge=0)
@@ -485,6 +493,12 @@ class Training(Section):
         own=True,
     )
     acc_freq: Int = key(1, "Batches of each worker that make one step (gradient accumulation).", ge=1)
+    zero_stage: Int = key(
+        0,
+        "1: every worker keeps and updates its share of the optimizer's matrices (HybridMuon); 0: all of them.",
+        ge=0,
+        le=1,
+    )
     sharding: Literal["global", "replicate", "partition"] = key(
         "global",
         "Which worker sees which data. global: one common order, dealt out; replicate: every worker draws "
@@ -514,7 +528,7 @@ class Training(Section):
 
 
 AnyLearningRate = Annotated[LearningRateExp | LearningRateCosine | LearningRateWSD, Field(discriminator="type")]
-AnyOptimizer = Annotated[AdamConfig | AdamWConfig, Field(discriminator="type")]
+AnyOptimizer = Annotated[AdamConfig | AdamWConfig | HybridMuonConfig, Field(discriminator="type")]
 
 
 class Input(Section):
@@ -530,3 +544,6 @@ class Input(Section):
         steps, warmup = self.training.numb_steps, self.learning_rate.warmup_steps
         if steps is not None and warmup >= steps:
             yield "learning_rate/warmup_steps", f"{warmup} must be smaller than the number of steps, {steps}"
+        if self.training.zero_stage and not OPTIMIZERS[self.optimizer.type].shards:
+            able = " or ".join(name for name, cls in OPTIMIZERS.items() if cls.shards)
+            yield "training/zero_stage", f"is 1, but {self.optimizer.type} is not shared out; set 0, or use {able}"

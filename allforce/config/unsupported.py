@@ -51,6 +51,7 @@ KEYS: dict[str, dict[str, Any]] = {
         "fitting_net_dict": [None],
     },
     "model/fitting_net": {"dim_case_embd": [0], "layer_name": [None], "tot_ener_zero": [False]},
+    "optimizer": {"enable_gram": ANY, "flash_muon": ANY, "magma_muon": [False]},
     "loss": {
         "start_pref_h": [0],
         "limit_pref_h": [0],
@@ -64,7 +65,6 @@ KEYS: dict[str, dict[str, Any]] = {
         "ema_decay": ANY,
         "ema_ckpt_keep": ANY,
         "ckpt_keep_ratio": [None],
-        "zero_stage": [0],
         "neighbor_graph_method": ["auto"],
         "enable_compile": [False],
         "enable_tf32": [False],
@@ -86,7 +86,7 @@ TYPES: dict[str, tuple[str, ...]] = {
         *("dpa4c", "SeZM", "hybrid"),
     ),
     "model/fitting_net": ("dipole", "polar", "dos", "property", "population", "dpa4_ener"),
-    "optimizer": ("LKF", "AdaMuon", "HybridMuon"),
+    "optimizer": ("LKF", "AdaMuon"),
     "loss": ("tensor", "ener_spin", "dos", "property", "population", "dens"),
 }
 

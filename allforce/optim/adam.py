@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from allforce.config.section import Section, key
-from allforce.optim.optimizer import Optimizer, Parameters
+from allforce.distributed.comm import Comm
+from allforce.optim.optimizer import TYPE_HELP, Optimizer, Parameters
 
 EPSILON = 1e-8
 
@@ -22,7 +23,7 @@ EPSILON = 1e-8
 class AdamConfig(Section):
     """Adam."""
 
-    type: Literal["Adam"] = key("Adam", 'Kind of optimizer: "Adam" or "AdamW".')
+    type: Literal["Adam"] = key("Adam", TYPE_HELP)
     adam_beta1: float = key(0.9, "Decay of the mean of the gradient.", ge=0, lt=1)
     adam_beta2: float = key(0.999, "Decay of the mean of its square.", ge=0, lt=1)
     weight_decay: float = key(0.0, "Weight decay, added to the gradient.", ge=0)
@@ -31,7 +32,7 @@ class AdamConfig(Section):
 class AdamWConfig(Section):
     """Adam with decoupled weight decay."""
 
-    type: Literal["AdamW"] = key("AdamW", 'Kind of optimizer: "Adam" or "AdamW".')
+    type: Literal["AdamW"] = key("AdamW", TYPE_HELP)
     adam_beta1: float = key(0.9, "Decay of the mean of the gradient.", ge=0, lt=1)
     adam_beta2: float = key(0.999, "Decay of the mean of its square.", ge=0, lt=1)
     weight_decay: float = key(
@@ -45,18 +46,18 @@ class Adam(Optimizer):
     Config: type[Section] = AdamConfig
     kernel: Callable[..., Any] = staticmethod(torch._fused_adam_)  # weight decay inside the gradient
 
-    def __init__(self, parameters: Parameters, config: AdamConfig | AdamWConfig):
+    def __init__(self, parameters: Parameters, config: AdamConfig | AdamWConfig, comm: Comm | None = None):
         self.parameters, self.config = parameters, config
         self.exp_avg = [torch.zeros_like(t) for t in parameters.flat]
         self.exp_avg_sq = [torch.zeros_like(t) for t in parameters.flat]
         self.updates = [torch.zeros((), dtype=torch.float32, device=t.device) for t in parameters.flat]  # t above
 
     @torch.no_grad()
-    def step(self, gradients: list[Tensor], rate: float) -> None:
+    def step(self, rate: float) -> None:
         torch._foreach_add_(self.updates, 1.0)
         self.kernel(
             self.parameters.flat,
-            gradients,
+            self.parameters.gradients(),
             self.exp_avg,
             self.exp_avg_sq,
             [],
@@ -73,6 +74,10 @@ class Adam(Optimizer):
     def tensors(self) -> dict[str, Tensor]:
         moments = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
         return {f"{what}/{k}": v for what, flat in moments.items() for k, v in self.parameters.split(flat).items()}
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        for name, tensor in self.tensors().items():
+            tensor.copy_(tensors[name])
 
     def numbers(self) -> dict[str, Any]:
         return {"updates": float(self.updates[0])}

@@ -21,10 +21,18 @@ WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class FlatParameters:
-    """The trainable parameters of a model, their gradients, and room for `n_sums` numbers that ride along."""
+    """The trainable parameters of a model, their gradients, and room for `n_sums` numbers that ride along.
+
+    `share`: the parameters too lie where the collective likes them, for workers that each update some of them.
+    """
 
     def __init__(
-        self, model: nn.Module, n_sums: int, precision: str | None = None, allocate: Callable[..., Tensor] = torch.zeros
+        self,
+        model: nn.Module,
+        n_sums: int,
+        precision: str | None = None,
+        allocate: Callable[..., Tensor] = torch.zeros,
+        share: bool = False,
     ):
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         dtypes = sorted({p.dtype for _, p in named}, key=lambda d: -d.itemsize)
@@ -42,10 +50,13 @@ class FlatParameters:
                 self._sent.append((part, allocate(part.numel(), dtype=dtype, device=device)))
         self._gradients = self._views(self.gradient, self.parameters)
         self.passes = 0  # backward passes so far
+        self.gradient_views = dict(zip(self.names, self._gradients, strict=True))
         self.flat: list[Tensor] = []  # one for each dtype
         for dtype in dtypes:
             group = [p for p in self.parameters if p.dtype == dtype]
             flat = torch.cat([p.detach().reshape(-1) for p in group])
+            if share:
+                flat = allocate(len(flat), dtype=dtype, device=device).copy_(flat)
             for parameter, view in zip(group, self._views(flat, group), strict=True):
                 parameter.data = view
             self.flat.append(flat)

@@ -89,7 +89,7 @@ def prepare(input: Input, comm: Comm, options: Options, device: torch.device) ->
         (Path(input.training.save_dir or ".") / input.training.save_ckpt).parent.mkdir(parents=True, exist_ok=True)
     loss = Loss(input.loss, input.learning_rate.start_lr)
     check_labels(training, loss, comm, split)
-    schedule = Schedule(input.learning_rate, numb_steps, comm.size)
+    schedule = Schedule(input.learning_rate, numb_steps, comm.size, input.loss.schedule)
     sampler = make_sampler(training, seed, input.training.sharding, comm.rank)
     cache = make_cache(input.training.cache_memory, comm)
     loader = make_loader(training, sampler, model, comm, device, cache)
@@ -131,7 +131,7 @@ def initial_state(
     if source is None:
         set_statistics(potential, loader, input, comm)
     potential.to(loader.device)
-    state = State(potential, input.optimizer, 2 * len(loss.names), config.gradient_precision, comm)
+    state = State(potential, input.optimizer, 2 * len(loss.names), config.gradient_precision, comm, config.zero_stage)
     if source is not None:
         source.give(state, resume=options.restart is not None)
     state.broadcast(comm)

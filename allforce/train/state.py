@@ -19,47 +19,62 @@ from allforce.train.flat import FlatParameters
 class State:
     """A model with `step` updates behind it, and its optimizer; `config` is the section of that."""
 
-    def __init__(self, model: Potential, config: Section, n_sums: int, precision: str | None, comm: Comm):
+    def __init__(
+        self, model: Potential, config: Section, n_sums: int, precision: str | None, comm: Comm, zero_stage: int = 0
+    ):
         if not any(p.requires_grad for p in model.parameters()):
             raise UserError(
                 "model: descriptor and fitting net are both `trainable: false`, so there is nothing to train."
             )
         self.step, self.model = 0, model
-        self.flat = FlatParameters(model, n_sums, precision, comm.buffer)
-        self.optimizer = OPTIMIZERS[config.type](self.flat, config)  # type: ignore[attr-defined]
+        share = zero_stage > 0 and comm.size > 1
+        self.flat = FlatParameters(model, n_sums, precision, comm.buffer, share)
+        self.optimizer = OPTIMIZERS[config.type](self.flat, config, comm if share else None)  # type: ignore[attr-defined]
+        self._saved: dict[str, Tensor] = {}  # the optimizer's state in the checkpoint that is continued
 
     def update(self, rate: float, max_norm: float | None = None) -> None:
         """One step of the optimizer with the gradients that lie in the flat buffer."""
         if max_norm:
             self.flat.clip(max_norm)
-        self.optimizer.step(self.flat.gradients(), rate)
+        self.optimizer.step(rate)
         self.step += 1
 
     def checkpoint(self, meta: dict[str, Any]) -> Checkpoint:
+        """All of it, on every worker; all of them call this together."""
         tensors = {f"model/{k}": v for k, v in self.model.state_dict().items()}
         tensors |= {f"optimizer/{k}": v for k, v in self.optimizer.tensors().items()}
         return Checkpoint(tensors, {**self._numbers(), "model": model_section(self.model), **meta})
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Continue where the checkpoint was written."""
+        """Continue where the checkpoint was written; `broadcast` then gives the optimizer its state."""
         load_weights(self.model, checkpoint.part("model"), str(checkpoint.path))
-        saved = checkpoint.part("optimizer")
-        for name, tensor in self.optimizer.tensors().items():
-            if name in saved:  # a parameter that was not trainable then starts with zero
-                tensor.copy_(saved[name])
+        self._saved = checkpoint.part("optimizer")
         self._set_numbers(checkpoint.meta)
 
     @torch.no_grad()
     def broadcast(self, comm: Comm) -> None:
         """Rank 0's state to all: one collective for all tensors (float64 holds float32 exactly), one for numbers."""
-        if comm.size == 1:
-            return
         self._set_numbers(comm.gather(self._numbers())[0])
-        tensors: list[Tensor] = [*self.model.state_dict().values(), *self.optimizer.tensors().values()]
-        flat = torch.cat([t.detach().reshape(-1).double() for t in tensors])
-        comm.broadcast(flat)
-        for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-            tensor.copy_(piece.view(tensor.shape))
+        state = self.optimizer.tensors()
+        self._check_kinds(state)
+        state |= {k: v for k, v in self._saved.items() if k in state}  # what was not trainable then starts with zero
+        self._saved = {}
+        if comm.size > 1:
+            tensors: list[Tensor] = [*self.model.state_dict().values(), *state.values()]
+            flat = torch.cat([t.detach().reshape(-1).double() for t in tensors])
+            comm.broadcast(flat)
+            for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+                tensor.copy_(piece.view(tensor.shape))
+        self.optimizer.load(state)
+
+    def _check_kinds(self, state: dict[str, Tensor]) -> None:
+        new, old = ({name.split("/")[0] for name in tensors} for tensors in (state, self._saved))
+        if old and new != old:
+            raise UserError(
+                f"--restart: the checkpoint has the state of another optimizer ({', '.join(sorted(old))}), "
+                f"optimizer/type asks for {', '.join(sorted(new))}. A restart continues with the same optimizer: use "
+                "the one it was trained with, or begin a new run with its weights: --init-model."
+            )
 
     def _numbers(self) -> dict[str, Any]:
         return {"step": self.step, **self.optimizer.numbers(), "min_nbor_dist": self.model.min_nbor_dist}

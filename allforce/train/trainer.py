@@ -79,7 +79,7 @@ class Trainer:
 
     def gradients(self, step: int) -> None:
         """Mean gradient and metric sums over this step's micro-batches of all workers, for the present weights."""
-        lr = self.schedule.lr(step)
+        lr = self.schedule.loss_lr(step)
         self.seen.clear()
         self.frames = 0
         for micro in range(self.config.acc_freq):
@@ -160,7 +160,7 @@ class Trainer:
         """
         if self.job.validation is None or self.config.validation_data is None:
             return None
-        count, lr = self.config.validation_data.numb_btch, self.schedule.lr(step)
+        count, lr = self.config.validation_data.numb_btch, self.schedule.loss_lr(step)
         rows = torch.zeros(count, len(self.flat.sums), dtype=torch.float64, device=self.flat.wire.device)
         first = step // self.config.disp_freq * count
         for k in range(self.comm.rank, count, self.comm.size):
@@ -180,8 +180,9 @@ class Trainer:
 
     def save(self, step: int) -> None:
         with phase(CHECKPOINT):
+            whole = self.state.checkpoint(self.job.meta())
             if self.comm.rank == 0:
-                checkpoint.save(self.job.prefix, self.state.checkpoint(self.job.meta()), self.config.max_ckpt_keep)
+                checkpoint.save(self.job.prefix, whole, self.config.max_ckpt_keep)
                 log.info(f"saved checkpoint {self.config.save_ckpt}")
 
     def finish(self) -> None:
@@ -189,7 +190,7 @@ class Trainer:
         step = self.state.step
         if step > self.first:
             self.check_table()
-            lr = self.schedule.lr(step)
+            lr = self.schedule.loss_lr(step)
             self.seen.clear()
             sums = torch.zeros_like(self.flat.sums)
             for _ in range(self.config.acc_freq):

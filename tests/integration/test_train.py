@@ -367,6 +367,13 @@ def test_a_restart_does_not_change_the_model(folder, capsys):
     assert "WARNING model/descriptor/sel is [16, 24]" in capsys.readouterr().err
 
 
+def test_a_restart_does_not_change_the_optimizer(folder, capsys):
+    train(folder, training__numb_steps=2)
+    assert train(folder, "-r", "model.ckpt", optimizer={"type": "HybridMuon"}) == 2
+    assert "has the state of another optimizer (exp_avg, exp_avg_sq)" in capsys.readouterr().err
+    assert train(folder, "-i", "model.ckpt", optimizer={"type": "HybridMuon"}) == 0
+
+
 def test_types_without_energy_take_no_part_in_the_bias(folder):
     """All energy must go to type 0, after the training as before it."""
     change = {"training__numb_steps": 2, "model__atom_exclude_types": [1]}

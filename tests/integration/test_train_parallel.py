@@ -53,6 +53,26 @@ def test_two_workers_are_one_with_two_micro_batches_bit_for_bit(folder):
     assert stamps == sorted(stamps)
 
 
+MUON = {"optimizer": {"type": "HybridMuon"}, "learning_rate__scale_by_worker": "none"}
+
+
+def test_an_optimizer_shared_out_is_one_workers_bit_for_bit(folder):
+    """Also where another number of workers continues: the checkpoint has the whole state."""
+    serial(folder, **MUON, training__acc_freq=2)
+    one, curve = final(folder), rows(folder)
+    parallel(folder, 2, **MUON, training__zero_stage=1)
+    two = final(folder)
+    assert any(k.startswith("optimizer/momentum/") for k in one) and one.keys() == two.keys()
+    assert all(torch.equal(one[k], two[k]) for k in one)
+    assert rows(folder) == curve
+    (folder / "model.ckpt-20.safetensors").unlink()
+    serial(folder, "--restart", "model.ckpt-10", **MUON, training__acc_freq=2)
+    assert all(torch.equal(one[k], v) for k, v in final(folder).items())
+    (folder / "model.ckpt-20.safetensors").unlink()
+    parallel(folder, 2, "--restart", "model.ckpt-10", **MUON, training__zero_stage=1)
+    assert all(torch.equal(one[k], v) for k, v in final(folder).items())
+
+
 def test_three_workers_continue_what_one_began(folder):
     loss = {"loss__limit_pref_f": 100}  # constant, because prefactors follow the unscaled rate
     one = {**loss, "learning_rate__decay_rate": 0.9, "learning_rate__start_lr": 0.015, "training__acc_freq": 3}

@@ -176,6 +176,7 @@ def test_defaults_are_those_of_deepmd() -> None:
             "profiling_file": "timeline.json",
             "enable_profiler": False,
             "acc_freq": 1,
+            "zero_stage": 0,
         },
     }
     assert config.learning_rate.stop == 5e-8
@@ -194,10 +195,11 @@ def all_aliases() -> list[tuple[str, str, str]]:
 @pytest.mark.parametrize(("path", "name", "alias"), all_aliases())
 def test_every_alias_means_its_key(path: str, name: str, alias: str) -> None:
     values = {"axis_neuron": 7, "neuron": [3, 3], "numb_steps": 77, "numb_epoch": 3.5, "numb_btch": 6}
-    values |= {"auto_prob": "prob_uniform", "sys_probs": [0.2, 0.3, 0.5]}
+    values |= {"auto_prob": "prob_uniform", "sys_probs": [0.2, 0.3, 0.5], "momentum": 0.8}
     node = (path + "/").replace("/", "__")
     drop = {"training__numb_steps": REMOVE} if name in ("numb_steps", "numb_epoch") else {}
     drop |= {f"{node}{name}": REMOVE} if name in ("axis_neuron", "neuron", "numb_btch") else {}
+    drop |= {"optimizer__type": "HybridMuon"} if name == "momentum" else {}
     config: Any = parse_input(water(**drop, **{node + alias: values[name]}))
     for part in path.split("/"):
         config = getattr(config, part)
@@ -277,7 +279,7 @@ def test_own_keys_are_written_only_when_set() -> None:
     seed=st.none() | st.integers(0, 2**40) | st.lists(st.integers(0, 99), max_size=3),
     rate=st.floats(1e-6, 1.0),
     schedule=st.sampled_from(["exp", "cosine", "wsd"]),
-    optimizer=st.sampled_from(["Adam", "AdamW"]),
+    optimizer=st.sampled_from(["Adam", "AdamW", "HybridMuon"]),
     batch=st.integers(1, 99) | st.sampled_from(["auto", "auto:64", "max:7", "mixed:3"]),
     nodes=st.integers(8, 999),
 )
@@ -370,7 +372,7 @@ def test_precision_of_the_environment_is_checked(monkeypatch: pytest.MonkeyPatch
         # values that are not among those allowed
         ({"model__descriptor__type": "se_e2_b"}, "model/descriptor/type", 'found "se_e2_b" (did you mean se_e2_a?)'),
         ({"model__descriptor__type": 3}, "model/descriptor/type", 'found 3; allowed: "se_e2_a"'),
-        ({"optimizer__type": "adam"}, "optimizer/type", 'did you mean Adam?); allowed: "Adam", "AdamW"'),
+        ({"optimizer__type": "adam"}, "optimizer/type", 'did you mean Adam?); allowed: "Adam", "AdamW", "HybridMuon"'),
         ({"model__descriptor__precision": "float6"}, "model/descriptor/precision", "did you mean float64?"),
         (
             {"model__descriptor__activation_function": "tan"},
@@ -424,6 +426,8 @@ def test_precision_of_the_environment_is_checked(monkeypatch: pytest.MonkeyPatch
         ({"learning_rate__stop_lr_ratio": 0.1}, "learning_rate/stop_lr_ratio", "and stop_lr exclude each other"),
         ({"learning_rate": {"start_lr": 1e-9}}, "learning_rate/stop_lr", "5e-08 (the default) must not exceed"),
         ({"learning_rate": {"type": "wsd", "start_lr": 1, "stop_lr": 0}}, "learning_rate/stop_lr", "greater than 0"),
+        ({"training__zero_stage": 1}, "training/zero_stage", "Adam is not shared out; set 0, or use HybridMuon"),
+        ({"training__zero_stage": 2}, "training/zero_stage", "expected an integer ≥ 0 and ≤ 1"),
         (
             {"learning_rate__warmup_steps": 5, "learning_rate__warmup_ratio": 0.1},
             "learning_rate/warmup_ratio",
@@ -557,8 +561,7 @@ def test_long_values_are_cut() -> None:
         ({"training__enable_ema": True}, "training/enable_ema"),
         ({"training__enable_compile": True}, "training/enable_compile"),
         ({"training__mixed_precision": {"compute_prec": "float16"}}, "training/mixed_precision"),
-        ({"training__zero_stage": 1}, "training/zero_stage"),
-        ({"training__zero_stage": False}, "training/zero_stage"),
+        ({"optimizer": {"type": "HybridMuon", "magma_muon": True}}, "optimizer/magma_muon"),
         ({"training__training_data__min_pair_dist": 0.5}, "training/training_data/min_pair_dist"),
         ({"training__training_data__batch_size": "mix:8"}, "training/training_data/batch_size"),
         ({"model__descriptor__precision": "bfloat16"}, "model/descriptor/precision"),

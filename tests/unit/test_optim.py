@@ -8,15 +8,21 @@ from torch import nn
 
 from allforce.config.schema import Input
 from allforce.config.section import sections
-from allforce.optim import OPTIMIZERS
+from allforce.distributed.comm import SerialComm
+from allforce.optim import OPTIMIZERS, muon
 from allforce.optim.adam import AdamConfig, AdamWConfig
 from allforce.train.flat import FlatParameters
 
 
-def make(config, *parameters):
+def make(config, *parameters, comm=None):
     """The optimizer of a model that has these parameters."""
     flat = FlatParameters(nn.ParameterList([p.clone() for p in parameters]), 0)
-    return OPTIMIZERS[config.type](flat, config)
+    return OPTIMIZERS[config.type](flat, config, comm)
+
+
+def step(optimizer, rate, *gradients):
+    torch._foreach_copy_(list(optimizer.parameters.gradient_views.values()), list(gradients))
+    optimizer.step(rate)
 
 
 def test_every_optimizer_is_in_the_schema_by_its_name():
@@ -36,7 +42,7 @@ def test_adam_is_torchs(config):
         theirs.grad = g.clone()
         reference.param_groups[0]["lr"] = 0.01 * (k + 1)
         reference.step()
-        adam.step([g], 0.01 * (k + 1))
+        step(adam, 0.01 * (k + 1), g)
     assert torch.allclose(adam.parameters.flat[0], theirs.detach(), rtol=1e-12, atol=1e-14)
 
 
@@ -46,14 +52,127 @@ def test_state_is_complete(name):
     shapes, config = [(6, 4), (4,), (4, 4)], OPTIMIZERS[name].Config()
     torch.manual_seed(0)
     first = make(config, *(torch.randn(s) for s in shapes))
-    gradients = [torch.randn(first.parameters.flat[0].shape) for _ in range(6)]
+    gradients = [[torch.randn(s) for s in shapes] for _ in range(6)]
     for g in gradients[:3]:
-        first.step([g], 0.01)
+        step(first, 0.01, *g)
     second = make(config, *first.parameters.split(first.parameters.flat).values())
-    for key, tensor in second.tensors().items():
-        tensor.copy_(first.tensors()[key])
+    second.load(first.tensors())
     second.set_numbers(first.numbers())
     for g in gradients[3:]:
-        first.step([g], 0.01)
-        second.step([g], 0.01)
+        step(first, 0.01, *g)
+        step(second, 0.01, *g)
     assert torch.equal(first.parameters.flat[0], second.parameters.flat[0])
+
+
+# ---- HybridMuon
+
+
+def spectrum(*shape, small=1e-3, seed=0):
+    """Matrices whose singular values fall from 1 to `small`."""
+    torch.manual_seed(seed)
+    U, _, Vh = torch.linalg.svd(torch.randn(*shape, dtype=torch.float64), full_matrices=False)
+    return (U * torch.logspace(0, torch.log10(torch.tensor(small)).item(), U.shape[-1])) @ Vh
+
+
+def pushed(s):
+    """What the iteration makes of singular values between 0 and 1."""
+    for a, b, c in muon.COEFFICIENTS:
+        s = a * s + b * s**3 + c * s**5
+    return s
+
+
+def test_coefficients_do_what_their_constants_say():
+    s = torch.logspace(torch.log10(torch.tensor(muon.FLOOR)).item(), 0, 100_000, dtype=torch.float64)
+    assert muon.SPREAD - 0.005 < (pushed(s) - 1).abs().max() < muon.SPREAD + 0.005
+    below = torch.linspace(0, muon.FLOOR, 1000, dtype=torch.float64)
+    assert (pushed(below).diff() > 0).all()
+
+
+@pytest.mark.parametrize("shape", [(3, 96, 24), (2, 24, 96), (1, 30, 30)])
+def test_direction_has_the_singular_vectors_of_the_momentum(shape):
+    """Against a dense SVD in float64: the same vectors, singular values pushed to 1."""
+    X = spectrum(*shape)
+    U, s, Vh = torch.linalg.svd(X, full_matrices=False)
+    bound = (s**8).sum(-1, keepdim=True) ** 0.125 * muon.ROUNDING**0.5
+    exact = (U * pushed(s / bound).unsqueeze(-2)) @ Vh
+    x = X.float()
+    root = muon.inverse_root(x.mT @ x if shape[1] >= shape[2] else x @ x.mT)
+    ours = (x @ root if shape[1] >= shape[2] else root @ x).double()
+    assert (ours - exact).abs().max() < 3e-3  # float32 in the Gram matrix: 1e-7, raised by at most 300²/2
+    assert (ours - U @ Vh).abs().max() < 0.6 and (pushed(s / bound) > 0.25).all()
+
+
+def test_zero_gradient_moves_nothing():
+    assert (torch.zeros(1, 4, 3) @ muon.inverse_root(torch.zeros(1, 3, 3)) == 0).all()
+
+
+def test_update_turns_with_the_layer():
+    """Gradients seen in a turned basis give the turned update."""
+    torch.manual_seed(1)
+    turn, other = (torch.linalg.qr(torch.randn(n, n, dtype=torch.float64))[0] for n in (40, 20))
+    p, config = torch.randn(40, 20, dtype=torch.float64), muon.HybridMuonConfig()
+    plain, turned = make(config, p), make(config, turn @ p @ other)
+    for k in range(4):
+        g = spectrum(40, 20, seed=k)
+        step(plain, 0.01, g)
+        step(turned, 0.01, turn @ g @ other)
+    difference = turned.parameters.flat[0].view(40, 20) - turn @ plain.parameters.flat[0].view(40, 20) @ other
+    assert difference.abs().max() < 1e-5
+
+
+def test_every_entry_moves_by_about_the_rate_and_vectors_by_adam():
+    torch.manual_seed(2)
+    w, b = torch.randn(200, 50, dtype=torch.float64), torch.randn(50, dtype=torch.float64)
+    muon_, adam = make(muon.HybridMuonConfig(weight_decay=0.0), w, b), make(AdamConfig(adam_beta2=0.95), b)
+    for k in range(3):
+        g, h = spectrum(200, 50, small=0.1, seed=k), torch.randn(50, dtype=torch.float64)
+        before = muon_.parameters.flat[0].clone()
+        step(muon_, 0.01, g, h)
+        step(adam, 0.01, h)
+        moved = (muon_.parameters.flat[0] - before)[: w.numel()]
+        assert moved.square().mean().sqrt() == pytest.approx(0.01 * 0.18, rel=muon.SPREAD)
+    assert torch.allclose(muon_.parameters.flat[0][w.numel() :], adam.parameters.flat[0], rtol=1e-12)
+
+
+def test_which_parameters_are_matrices():
+    sizes = [(3, 5, 7), (1, 9), (5, 1, 4), (6,), ()]
+    found = {mode: [muon.matrix_shape(torch.zeros(s), mode) for s in sizes] for mode in ("slice", "2d", "flat")}
+    assert found["slice"] == [(5, 7), None, (5, 4), None, None]
+    assert found["2d"] == [None, None, (5, 4), None, None]
+    assert found["flat"] == [(15, 7), None, (5, 4), None, None]
+
+
+def test_matrices_are_dealt_by_cost():
+    assert deal_of(2, a=10, b=4, c=4, d=3) == [{"a"}, {"b", "c", "d"}]
+    assert deal_of(3, a=1) == [{"a"}, set(), set()]
+
+
+def deal_of(workers, **costs):
+    owner = muon.deal(costs, workers)
+    return [{n for n, rank in owner.items() if rank == r} for r in range(workers)]
+
+
+class Together(SerialComm):
+    """One of several workers that take turns in this process; the test adds up for them."""
+
+    def __init__(self, rank, size):
+        self.rank, self.size = rank, size
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_shared_out_is_the_same_to_the_bit(workers):
+    shapes = [(40, 20), (20, 20), (20, 20), (20, 40), (20,), (2, 20, 20), (20, 1)]
+    torch.manual_seed(3)
+    start, config = [torch.randn(s) for s in shapes], muon.HybridMuonConfig()
+    alone = make(config, *start)
+    shared = [make(config, *start, comm=Together(r, workers)) for r in range(workers)]
+    for _ in range(3):
+        gradients = [torch.randn(s) for s in shapes]
+        step(alone, 0.01, *gradients)
+        for worker in shared:
+            step(worker, 0.01, *gradients)
+        total = sum(worker.parameters.flat[0] for worker in shared)
+        for worker in shared:
+            worker.parameters.flat[0].copy_(total)
+        assert torch.equal(total, alone.parameters.flat[0])
+    assert sum(g.momentum.numel() for w in shared for g in w.groups) == sum(g.momentum.numel() for g in alone.groups)

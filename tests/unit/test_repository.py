@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "errors": set(),
     "files": set(),
     "config": {"errors", "config", "optim"},  # the sections of the parts
-    "optim": {"errors", "config.section", "optim"},
+    "optim": {"errors", "config.section", "distributed.comm", "optim"},
     "trace": set(),
     "neighbors": {"errors"},
     "distributed": {"errors", "files", "trace", "distributed"},

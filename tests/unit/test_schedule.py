@@ -50,6 +50,25 @@ def test_wsd(kind, middle):
     assert s.lr(100) == pytest.approx(0.1)
 
 
+def test_down_to_zero():
+    for config in (
+        LearningRateCosine(start_lr=1.0, stop_lr=0.0),
+        LearningRateWSD(start_lr=1.0, stop_lr=0.0, decay_type="linear"),
+        LearningRateWSD(start_lr=1.0, stop_lr=0.0, decay_type="cosine"),
+    ):
+        s = Schedule(config, 100)
+        assert s.lr(100) == s.lr(200) == 0.0 < s.lr(99) < 0.2
+    assert Schedule(LearningRateExp(start_lr=1.0, stop_lr=0.0, decay_steps=1), 100).lr(100) == pytest.approx(1e-10)
+
+
+def test_loss_weights_follow_the_rate_or_the_steps():
+    config = LearningRateCosine(start_lr=0.01, stop_lr=0.0, warmup_steps=10)
+    follows, own = Schedule(config, 100, workers=4), Schedule(config, 100, workers=4, loss="step")
+    assert all(follows.loss_lr(t) == follows.lr(t) for t in (0, 5, 10, 50, 100))
+    assert [own.loss_lr(t) / 0.01 for t in (0, 50, 100)] == pytest.approx([1.0, 1e-1**1.5, 1e-3])
+    assert all(follows.rate(t) == own.rate(t) for t in (0, 5, 10, 50, 100))
+
+
 def test_warmup_then_decay_over_the_rest():
     s = Schedule(LearningRateCosine(start_lr=1.0, stop_lr=0.1, warmup_steps=10, warmup_start_factor=0.2), 110)
     assert s.lr(0) == pytest.approx(0.2)

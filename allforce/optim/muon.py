@@ -1,0 +1,264 @@
+"""HybridMuon: matrices go along the polar factor of their momentum, vectors by Adam.
+
+    m ← β m + (1-β) g     X = β m + (1-β) g        Nesterov's momentum of one matrix
+    p ← p (1 - rate·weight_decay) - rate·s·U       X = U H, the polar decomposition: U has singular values 1
+
+U = X (XᵀX)^(-1/2). The long side of X is met twice only: in the Gram matrix R = XᵀX (of the short side) and in X times
+R^(-1/2). Between the two an iteration on the short side:
+
+    P = b R + c R²     Q ← Q (a + P)     R ← (a + P) R (a + P)         so that Q R₀ Q → 1
+
+with a, b, c of step k chosen so that the largest deviation of a singular value from 1 is smallest over the interval in
+which the step before leaves them (`COEFFICIENTS`). Singular values above FLOOR of the largest end within SPREAD of 1,
+smaller ones are raised in proportion. All of it in float32 whatever the model's precision, for it is a direction: the
+Gram matrix has rounding errors of 1e-7 of its largest eigenvalue, small beside FLOOR².
+
+With `zero_stage: 1` every worker keeps and updates its share of the matrices, and the new parameters are gathered.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from math import prod, sqrt
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from allforce.config.section import Section, key
+from allforce.distributed.comm import Comm
+from allforce.optim.optimizer import TYPE_HELP, Optimizer, Parameters
+
+EPSILON = 1e-8  # of Adam
+FLOOR, SPREAD = 0.003, 0.2
+COEFFICIENTS = (
+    (8.3837, -24.7659, 18.3571),
+    (4.0434, -3.0114, 0.5695),
+    (3.5056, -2.6267, 0.5257),
+    (2.4901, -1.8343, 0.4368),
+)
+SMALLEST = 1e-36  # a Gram matrix below counts as zero
+ROUNDING = 1.001  # the bound of the largest eigenvalue is met by a matrix of rank 1: a little above it
+LARGE = 2**26  # operations of a product that uses all threads by itself
+
+
+class HybridMuonConfig(Section):
+    """Muon for matrices, Adam for vectors: needs several times fewer steps than Adam."""
+
+    type: Literal["HybridMuon"] = key("HybridMuon", TYPE_HELP)
+    momentum: float = key(0.95, "Decay of the mean of a matrix's gradient.", ge=0, lt=1, aliases=("muon_momentum",))
+    adam_beta1: float = key(0.9, "Decay of the mean of a vector's gradient.", ge=0, lt=1)
+    adam_beta2: float = key(0.95, "Decay of the mean of its square.", ge=0, lt=1)
+    weight_decay: float = key(0.001, "Weight decay of matrices, apart from the gradient.", ge=0)
+    lr_adjust: float = key(
+        0.0,
+        "0 or less: the update of a matrix of m rows and n columns is scaled by lr_adjust_coeff · √max(m, n), vectors "
+        "have the same rate. Greater: it is scaled by √max(1, m/n), and the rate of vectors is divided by lr_adjust.",
+    )
+    lr_adjust_coeff: float = key(0.18, "Size of the entries of an update, see lr_adjust.", gt=0)
+    muon_mode: Literal["slice", "2d", "flat"] = key(
+        "slice",
+        "Parameters of three and more dimensions: matrices of the last two (slice), by Adam (2d), or one matrix with "
+        "the last dimension as columns (flat).",
+    )
+
+
+class Matrices:
+    """Parameters that are matrices of one shape, and their momentum; `mine`, the worker's own, in one stack."""
+
+    def __init__(self, shape: tuple[int, int], names: list[str], parameters: Parameters, scale: float):
+        self.shape, self.names, self.scale = shape, names, scale
+        self.tall = shape[0] >= shape[1]
+        values, gradients = parameters.split(parameters.flat), parameters.gradient_views
+        device = values[names[0]].device
+        counts = [values[n].numel() // prod(shape) for n in names]
+        self.momentum = torch.zeros(sum(counts), *shape, dtype=torch.float32, device=device)  # (k, m, n)
+        self.ahead = torch.empty_like(self.momentum)  # X, of the last step
+        self.views = dict(zip(names, self.momentum.split(counts), strict=True))
+        self._places = list(self.ahead.split(counts))
+        self._gradients = [gradients[n].view(-1, *shape) for n in names]
+        self._values = [values[n].view(-1, *shape) for n in names]
+        self._counts = counts
+
+    def gram(self, beta: float) -> Tensor:
+        """Take the gradient into the momentum; Gram matrices of its short side, (k, s, s)."""
+        torch._foreach_copy_(self._places, self._gradients)
+        self.momentum.lerp_(self.ahead, 1 - beta)
+        X = self.ahead.lerp_(self.momentum, beta)
+        return product(X.mT, X) if self.tall else product(X, X.mT)
+
+    def move(self, root: Tensor, rate: float, weight_decay: float) -> None:
+        """Along U = X R^(-1/2)."""
+        root = root * self.scale
+        U = product(self.ahead, root) if self.tall else product(root, self.ahead)  # (k, m, n)
+        if weight_decay:
+            torch._foreach_mul_(self._values, 1 - rate * weight_decay)
+        torch._foreach_add_(self._values, list(U.split(self._counts)), alpha=-rate)
+
+
+class HybridMuon(Optimizer):
+    """Momentum of the worker's matrices, both moments of all vectors."""
+
+    Config = HybridMuonConfig
+    shards = True
+
+    def __init__(self, parameters: Parameters, config: HybridMuonConfig, comm: Comm | None = None):
+        self.parameters, self.config, self.updates = parameters, config, 0
+        self.comm = comm if comm is not None and comm.size > 1 else None  # given: each worker has its share
+        values = parameters.split(parameters.flat)
+        shapes = {name: matrix_shape(v, config.muon_mode) for name, v in values.items()}
+        self.matrix_names = [name for name, shape in shapes.items() if shape is not None]
+        self.vector_names = [name for name, shape in shapes.items() if shape is None]
+        owner = deal({n: cost(values[n], shapes[n]) for n in self.matrix_names}, comm.size if self.comm and comm else 1)
+        rank = comm.rank if self.comm and comm else 0
+        equal: dict[tuple[int, int], list[str]] = defaultdict(list)
+        for name in self.matrix_names:
+            if owner[name] == rank:
+                equal[shapes[name]].append(name)  # type: ignore[index]
+        self.groups = [Matrices(shape, names, parameters, self._scale(*shape)) for shape, names in equal.items()]
+        self._others = [values[n] for n in self.matrix_names if owner[n] != rank]
+        self._others += [values[n] for n in self.vector_names] if rank > 0 else []  # all move them, rank 0 tells
+        self._set_vectors(values)
+
+    def _scale(self, m: int, n: int) -> float:
+        c = self.config
+        return c.lr_adjust_coeff * sqrt(max(m, n)) if c.lr_adjust <= 0 else sqrt(max(1.0, m / n))
+
+    def _set_vectors(self, values: dict[str, Tensor]) -> None:
+        names, gradients = self.vector_names, self.parameters.gradient_views
+        self._vectors = [values[n].view(-1) for n in names]
+        self._vector_gradients = [gradients[n].view(-1) for n in names]
+        self._sizes = [v.numel() for v in self._vectors]
+        like = self.parameters.flat[0]
+        self.exp_avg, self.exp_avg_sq = like.new_zeros(sum(self._sizes)), like.new_zeros(sum(self._sizes))
+
+    @torch.no_grad()
+    def step(self, rate: float) -> None:
+        self.updates += 1
+        grams = [group.gram(self.config.momentum) for group in self.groups]
+        for group, root in zip(self.groups, inverse_roots(grams), strict=True):
+            group.move(root, rate, self.config.weight_decay)
+        if self._vectors:
+            self._move_vectors(rate if self.config.lr_adjust <= 0 else rate / self.config.lr_adjust)
+        if self.comm is not None:
+            self._gather()
+
+    def _move_vectors(self, rate: float) -> None:
+        """Adam, for all vectors in one."""
+        b1, b2, t = self.config.adam_beta1, self.config.adam_beta2, self.updates
+        g = torch.cat(self._vector_gradients)
+        self.exp_avg.lerp_(g, 1 - b1)
+        self.exp_avg_sq.mul_(b2).addcmul_(g, g, value=1 - b2)
+        denominator = (self.exp_avg_sq / (1 - b2**t)).sqrt_().add_(EPSILON)
+        direction = (self.exp_avg / (1 - b1**t)).div_(denominator)
+        torch._foreach_add_(self._vectors, list(direction.split(self._sizes)), alpha=-rate)
+
+    def _gather(self) -> None:
+        """Every parameter from its owner: others add zero to it, so that the sum is its value to the bit."""
+        assert self.comm is not None
+        if self._others:
+            torch._foreach_zero_(self._others)
+        for flat in self.parameters.flat:
+            self.comm.all_reduce_start(flat).wait()
+
+    # ---- state
+
+    def tensors(self) -> dict[str, Tensor]:
+        values = self.parameters.split(self.parameters.flat)
+        found: dict[str, Tensor] = {}
+        mine = {n: view for group in self.groups for n, view in group.views.items()}
+        for name in self.matrix_names:
+            whole = torch.zeros_like(values[name], dtype=torch.float32)
+            if name in mine:
+                whole.copy_(mine[name].view(whole.shape))
+            if self.comm is not None:
+                self.comm.all_reduce(whole)  # one is its owner's, the others are zero
+            found[f"momentum/{name}"] = whole
+        for what in ("exp_avg", "exp_avg_sq"):
+            pieces = getattr(self, what).clone().split(self._sizes)
+            found |= {f"{what}/{n}": p.view(values[n].shape) for n, p in zip(self.vector_names, pieces, strict=True)}
+        return found
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        for group in self.groups:
+            for name, view in group.views.items():
+                view.copy_(tensors[f"momentum/{name}"].view(view.shape))
+        for what in ("exp_avg", "exp_avg_sq"):
+            for name, piece in zip(self.vector_names, getattr(self, what).split(self._sizes), strict=True):
+                piece.copy_(tensors[f"{what}/{name}"].reshape(-1))
+
+    def numbers(self) -> dict[str, Any]:
+        return {"updates": float(self.updates)}
+
+    def set_numbers(self, numbers: dict[str, Any]) -> None:
+        self.updates = int(numbers["updates"])
+
+
+def matrix_shape(value: Tensor, mode: str) -> tuple[int, int] | None:
+    """Rows and columns of the matrices that a parameter is made of; None: a vector, or by Adam for another reason."""
+    sides = [n for n in value.shape if n > 1]
+    if len(sides) < 2 or (len(sides) > 2 and mode == "2d"):
+        return None
+    return (prod(sides[:-1]), sides[-1]) if mode == "flat" else (sides[-2], sides[-1])
+
+
+def cost(value: Tensor, shape: tuple[int, int] | None) -> int:
+    """Multiplications of an update: two products with the long side, 4 a step of the iteration without the ends."""
+    assert shape is not None
+    short, long = sorted(shape)
+    return value.numel() // (short * long) * short * short * (2 * long + (4 * len(COEFFICIENTS) - 3) * short)
+
+
+def deal(costs: dict[str, int], workers: int) -> dict[str, int]:
+    """Who owns what: the dearest first, each to the worker that has least so far."""
+    load, owner = [0] * workers, {}
+    for name in sorted(costs, key=lambda n: -costs[n]):
+        owner[name] = load.index(min(load))
+        load[owner[name]] += costs[name]
+    return owner
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a_k b_k for stacks (k, ·, ·): small ones together, large ones one by one.
+
+    So a result does not depend on how many others are in the stack, that is on how the matrices were dealt out.
+    """
+    if a.shape[-2] * a.shape[-1] * b.shape[-1] * 2 < LARGE:
+        return torch.bmm(a, b)
+    out = a.new_empty(a.shape[0], a.shape[1], b.shape[2])
+    for x, y, z in zip(a, b, out, strict=True):
+        torch.mm(x, y, out=z)
+    return out
+
+
+def inverse_roots(grams: list[Tensor]) -> list[Tensor]:
+    """R^(-1/2) of stacks of Gram matrices (k, s, s), equal sides together."""
+    roots: list[Tensor] = [grams[0]] * len(grams) if grams else []
+    for side in {R.shape[-1] for R in grams}:
+        places = [k for k, R in enumerate(grams) if R.shape[-1] == side]
+        together = inverse_root(torch.cat([grams[k] for k in places]))
+        for k, root in zip(places, together.split([len(grams[k]) for k in places]), strict=True):
+            roots[k] = root
+    return roots
+
+
+def inverse_root(R: Tensor) -> Tensor:
+    """Q with Q R Q ≈ 1 for a stack of Gram matrices (k, s, s); see the head of this file.
+
+    (tr R⁴)^(1/4) bounds the largest eigenvalue from above, closely, and R² is needed anyway.
+    """
+    size = torch.linalg.matrix_norm(R, keepdim=True).clamp_(min=SMALLEST)  # (k, 1, 1)
+    R = R / size
+    square = torch.bmm(R, R)
+    bound = torch.linalg.matrix_norm(square, keepdim=True).sqrt_().clamp_(min=1e-3).mul_(ROUNDING)
+    R = R / bound
+    (a, b, c), *rest = COEFFICIENTS
+    P = (b * R).add_(square * (c / bound**2))
+    Q = P.clone()
+    Q.diagonal(dim1=-2, dim2=-1).add_(a)
+    for next_a, b, c in rest:
+        RZ = torch.baddbmm(R, R, P, beta=a)
+        R = torch.baddbmm(RZ, RZ, P, beta=a)
+        P = torch.baddbmm(R, R, R, beta=b, alpha=c)
+        Q, a = torch.baddbmm(Q, Q, P, beta=next_a), next_a
+    return Q / (size * bound).sqrt()
