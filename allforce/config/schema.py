@@ -463,6 +463,10 @@ class Training(Section):
     save_ckpt: Name = key("model.ckpt", "Beginning of the names of checkpoints.")
     save_dir: Name | None = key(None, "Folder of the checkpoints; the current one when left out.")
     max_ckpt_keep: Int = key(5, "Checkpoints of the run kept, the newest ones.", ge=1)
+    enable_ema: bool = key(
+        False, "Keep a moving average of the weights: it is validated, lies in the checkpoints, and is what is frozen."
+    )
+    ema_decay: float = key(0.999, "Decay of that average, smaller in the first steps.", ge=0, lt=1)
     change_bias_after_training: bool = key(False, "Fit the energy bias again to the errors of the trained model.")
     disp_training: bool = key(True, "Write the learning curve.")
     time_training: bool = key(True, "Show the time of training in the log.")
@@ -519,6 +523,11 @@ class Training(Section):
         False, "Divide numb_steps, decay_steps, disp_freq and save_freq by the number of workers.", own=True
     )
     table: Table = key(Table(), "How the embedding nets are evaluated while training.", own=True)
+
+    @property
+    def ema(self) -> float | None:
+        """Decay of the average of the weights, None when there is none."""
+        return self.ema_decay if self.enable_ema else None
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.numb_steps is None and self.numb_epoch is None:

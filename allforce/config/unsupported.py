@@ -61,8 +61,6 @@ KEYS: dict[str, dict[str, Any]] = {
     },
     "training": {
         "mixed_precision": [None],
-        "enable_ema": [False],
-        "ema_decay": ANY,
         "ema_ckpt_keep": ANY,
         "ckpt_keep_ratio": [None],
         "neighbor_graph_method": ["auto"],

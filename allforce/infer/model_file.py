@@ -79,7 +79,7 @@ def _potential_from_checkpoint(path: Path) -> Potential:
     stored = checkpoint.read(path)
     model = Potential(validated_config(stored.meta["model"], str(path)))
     try:
-        model.load_state_dict(stored.part("model"))
+        model.load_state_dict(stored.weights())
     except RuntimeError as error:
         raise UserError(f"{path}: the tensors do not belong to the model described in it. {error}") from None
     distance = stored.meta.get("min_nbor_dist")

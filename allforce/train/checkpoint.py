@@ -1,6 +1,6 @@
 """Checkpoints: one safetensors file holds a run whole, tensors and (JSON in its header) everything else. No pickle.
 
-    <save_ckpt>-<step>.safetensors     model/<name>, optimizer/exp_avg/<name>, optimizer/exp_avg_sq/<name>
+    <save_ckpt>-<step>.safetensors     model/<name>, optimizer/<what>/<name>, ema/<name> (averaged weights)
     <save_ckpt>.safetensors            link to the newest
     checkpoint                         text: the name of the newest
 
@@ -25,6 +25,7 @@ from allforce.files import write_whole
 
 SUFFIX = ".safetensors"
 FORMAT, VERSION = "allforce checkpoint", 1
+AVERAGE = "ema"
 NEWEST = "checkpoint"  # the text file that names the newest one
 
 
@@ -41,6 +42,10 @@ class Checkpoint:
     @property
     def step(self) -> int:
         return int(self.meta["step"])
+
+    def weights(self) -> dict[str, Tensor]:
+        """Those of the model as it is used: averaged where the run kept an average."""
+        return self.part("model") | self.part(AVERAGE)
 
     def part(self, prefix: str) -> dict[str, Tensor]:
         """The tensors below `prefix/`, without it."""

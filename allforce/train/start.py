@@ -131,7 +131,9 @@ def initial_state(
     if source is None:
         set_statistics(potential, loader, input, comm)
     potential.to(loader.device)
-    state = State(potential, input.optimizer, 2 * len(loss.names), config.gradient_precision, comm, config.zero_stage)
+    state = State(
+        potential, input.optimizer, 2 * len(loss.names), config.gradient_precision, comm, config.zero_stage, config.ema
+    )
     if source is not None:
         source.give(state, resume=options.restart is not None)
     state.broadcast(comm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from allforce.distributed.comm import Comm
 from allforce.errors import UserError
 from allforce.models.potential import Potential
 from allforce.optim import OPTIMIZERS
-from allforce.train.checkpoint import Checkpoint
+from allforce.train.average import Average
+from allforce.train.checkpoint import AVERAGE, Checkpoint
 from allforce.train.flat import FlatParameters
 
 
@@ -20,7 +22,14 @@ class State:
     """A model with `step` updates behind it, and its optimizer; `config` is the section of that."""
 
     def __init__(
-        self, model: Potential, config: Section, n_sums: int, precision: str | None, comm: Comm, zero_stage: int = 0
+        self,
+        model: Potential,
+        config: Section,
+        n_sums: int,
+        precision: str | None,
+        comm: Comm,
+        zero_stage: int = 0,
+        ema_decay: float | None = None,
     ):
         if not any(p.requires_grad for p in model.parameters()):
             raise UserError(
@@ -30,7 +39,9 @@ class State:
         share = zero_stage > 0 and comm.size > 1
         self.flat = FlatParameters(model, n_sums, precision, comm.buffer, share)
         self.optimizer = OPTIMIZERS[config.type](self.flat, config, comm if share else None)  # type: ignore[attr-defined]
+        self.average = Average(self.flat, ema_decay) if ema_decay is not None else None
         self._saved: dict[str, Tensor] = {}  # the optimizer's state in the checkpoint that is continued
+        self._saved_average: dict[str, Tensor] = {}  # and its averaged weights
 
     def update(self, rate: float, max_norm: float | None = None) -> None:
         """One step of the optimizer with the gradients that lie in the flat buffer."""
@@ -38,17 +49,26 @@ class State:
             self.flat.clip(max_norm)
         self.optimizer.step(rate)
         self.step += 1
+        if self.average is not None:
+            self.average.update(self.step)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """The model as it is validated and frozen: with averaged weights if they are asked for."""
+        return self.average.in_use() if self.average is not None else nullcontext()
 
     def checkpoint(self, meta: dict[str, Any]) -> Checkpoint:
         """All of it, on every worker; all of them call this together."""
         tensors = {f"model/{k}": v for k, v in self.model.state_dict().items()}
         tensors |= {f"optimizer/{k}": v for k, v in self.optimizer.tensors().items()}
+        if self.average is not None:
+            tensors |= {f"{AVERAGE}/{k}": v for k, v in self.average.tensors().items()}
         return Checkpoint(tensors, {**self._numbers(), "model": model_section(self.model), **meta})
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue where the checkpoint was written; `broadcast` then gives the optimizer its state."""
         load_weights(self.model, checkpoint.part("model"), str(checkpoint.path))
         self._saved = checkpoint.part("optimizer")
+        self._saved_average = checkpoint.part(AVERAGE)
         self._set_numbers(checkpoint.meta)
 
     @torch.no_grad()
@@ -59,8 +79,11 @@ class State:
         self._check_kinds(state)
         state |= {k: v for k, v in self._saved.items() if k in state}  # what was not trainable then starts with zero
         self._saved = {}
+        if self.average is not None:
+            self.average.restart(self._saved_average)
         if comm.size > 1:
-            tensors: list[Tensor] = [*self.model.state_dict().values(), *state.values()]
+            averages = self.average.values if self.average is not None else []
+            tensors: list[Tensor] = [*self.model.state_dict().values(), *averages, *state.values()]
             flat = torch.cat([t.detach().reshape(-1).double() for t in tensors])
             comm.broadcast(flat)
             for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):

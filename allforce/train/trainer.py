@@ -134,7 +134,7 @@ class Trainer:
         self.sum_since.zero_()
         begun = perf_counter()
         with phase(DISPLAY):
-            with phase(VALIDATION):
+            with phase(VALIDATION), self.state.averaged():
                 validation = self.validate(step)
             rate = self.schedule.rate(step)
             self.display.figures(step, rate, training, validation, perf_counter() - begun)
@@ -205,7 +205,8 @@ class Trainer:
             self.show(step)
             if self.config.change_bias_after_training:
                 nbatch, split = self.job.input.model.data_bias_nsample, self.config.sharding != "partition"
-                change_bias(self.model, self.job.loader, nbatch, self.comm, split)
+                with self.state.averaged():
+                    change_bias(self.model, self.job.loader, nbatch, self.comm, split)
             self.save(step)
         self.display.farewell()
         self.monitor.finish()

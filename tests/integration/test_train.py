@@ -367,6 +367,24 @@ def test_a_restart_does_not_change_the_model(folder, capsys):
     assert "WARNING model/descriptor/sel is [16, 24]" in capsys.readouterr().err
 
 
+def test_average_of_the_weights(folder):
+    """Validated, frozen, continued exactly; the raw weights go on as without it."""
+    rate = {"learning_rate__start_lr": 0.01, "learning_rate__decay_rate": 1.0}
+    train(folder, **rate)
+    plain, curve = weights(folder, 20), rows(folder)
+    ema = {"training__enable_ema": True, "training__ema_decay": 0.9, **rate}
+    train(folder, **ema)
+    saved, with_ema = weights(folder, 20), rows(folder)
+    names = [k.removeprefix("ema/") for k in saved if k.startswith("ema/")]
+    assert names and all(torch.equal(saved[k], v) for k, v in plain.items())
+    assert curve[0] == with_ema[0] and curve[-1] != with_ema[-1]  # averaged before the first update: the same
+    model = load_model(folder / "model.ckpt").state_dict()
+    assert all(torch.equal(model[k], saved[f"ema/{k}"]) for k in names)
+    (folder / "model.ckpt-20.safetensors").unlink()
+    train(folder, "--restart", "model.ckpt-10", **ema)
+    assert all(torch.equal(weights(folder, 20)[k], v) for k, v in saved.items())
+
+
 def test_a_restart_does_not_change_the_optimizer(folder, capsys):
     train(folder, training__numb_steps=2)
     assert train(folder, "-r", "model.ckpt", optimizer={"type": "HybridMuon"}) == 2
