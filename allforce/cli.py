@@ -335,7 +335,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"dp: note: --backend {args.backend} has no effect, Allforce has one backend (PyTorch).", file=sys.stderr)
     try:
         if args.run is not train:  # which knows its workers first
-            from allforce.train import logs
+            from allforce import logs
 
             logs.setup(args.log_level, args.log_path)
         return args.run(args) or 0

@@ -7,6 +7,7 @@ images), triclinic, left-handed, none at all. Atoms may lie anywhere, in or far 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from vesin import NeighborList
@@ -61,18 +62,31 @@ def check_distances(i: np.ndarray, j: np.ndarray, r: np.ndarray, where: str, ord
     return d
 
 
-def limit_to_sel(
-    i: np.ndarray, j: np.ndarray, r: np.ndarray, type: np.ndarray, sel: list[int] | np.ndarray
+def limit_neighbors(
+    i: np.ndarray, j: np.ndarray, r: np.ndarray, type: np.ndarray, most: Sequence[int] | np.ndarray | int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """The nearest sel[t] neighbours of each centre and neighbour type t, in the order given, and the number dropped."""
-    sel = np.asarray(sel, dtype=np.int64)
-    group = i * np.int64(len(sel)) + type[j]  # (E,) one number per centre and neighbour type
-    count = np.bincount(group, minlength=len(type) * len(sel)).reshape(-1, len(sel))
-    if (count <= sel).all():
+    """The nearest most[t] neighbours of each centre and neighbour type t, in the order given, and the number dropped.
+
+    A single number counts neighbours of all types together.
+    """
+    if isinstance(most, int):
+        most, type = [most], np.zeros_like(type)
+    most = np.asarray(most, dtype=np.int64)
+    group = i * np.int64(len(most)) + type[j]  # (E,) one number per centre and neighbour type
+    count = np.bincount(group, minlength=len(type) * len(most)).reshape(-1, len(most))
+    if (count <= most).all():
         return i, j, r, 0
     order = np.lexsort((np.einsum("ea,ea->e", r, r), group))  # by group, then by distance
     first = np.cumsum(count.ravel()) - count.ravel()
     rank = np.empty(len(i), dtype=np.int64)
     rank[order] = np.arange(len(i)) - first[group[order]]
-    keep = rank < sel[type[j]]
+    keep = rank < most[type[j]]
     return i[keep], j[keep], r[keep], int(len(i) - keep.sum())
+
+
+def visible_pairs(ntypes: int, excluded: Iterable[Sequence[int]]) -> np.ndarray:
+    """(nt, nt) bool: does a centre of type a see neighbours of type b; excluded pairs do not see each other."""
+    visible = np.ones((ntypes, ntypes), dtype=bool)
+    for a, b in excluded:
+        visible[a, b] = visible[b, a] = False
+    return visible

@@ -22,14 +22,15 @@ from common import WATER, find_systems, markdown_table, test_errors, train, wate
 from allforce.data.batch import Batch
 from allforce.data.discover import open_systems
 from allforce.data.loader import collate
-from allforce.infer.model_file import load_model
-from allforce.models.potential import Potential
+from allforce.files.model_file import load_model
+from allforce.models.standard import StandardModel
+from allforce.models.table import TableConfig
 from allforce.neighbors import neighbor_list
 
 NODES = [32, 64, 128, 256, 512, 1024]
 
 
-def scaled(folder: Path, factor: float) -> Potential:
+def scaled(folder: Path, factor: float) -> StandardModel:
     """The untrained model with all weights and biases of its embedding nets multiplied."""
     model = load_model(folder / "start.dp")
     with torch.no_grad():
@@ -38,38 +39,39 @@ def scaled(folder: Path, factor: float) -> Potential:
     return model
 
 
-def curve_error(model: Potential, nodes: int) -> tuple[float, float]:
+def curve_error(model: StandardModel, nodes: int) -> tuple[float, float]:
     """Largest relative error of value and slope at 20,000 places of the table's range, over all nets."""
     descriptor = model.descriptor
-    model.set_table("table", tolerance=1e9, nodes=nodes)
-    grid = descriptor.grid
+    model.prepare(TableConfig(tolerance=1e9, nodes=nodes))
+    grid = descriptor.table.grid
     assert grid is not None
     x = torch.linspace(grid.lo, grid.hi, 20001, dtype=torch.float64)
     value, slope = 0.0, 0.0
-    for net, coefficients in zip(descriptor.nets, descriptor.coefficients().detach(), strict=True):
+    coefficients = descriptor.table.coefficients(descriptor.nets).detach()  # (K, nets, M1)
+    for net, C in zip(descriptor.nets, coefficients.unbind(1), strict=True):
         with torch.no_grad():
             exact = torch.func.jvp(net, (x[:, None],), (torch.ones_like(x)[:, None],))
-        near = grid.interpolate(coefficients, x)
+        near = grid.interpolate(C, x)
         off = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(near, exact, strict=True)]
         value, slope = max(value, off[0]), max(slope, off[1])
     return value, slope
 
 
-def frames(system: Path, model: Potential, count: int = 4) -> Batch:
+def frames(system: Path, model: StandardModel, count: int = 4) -> Batch:
     """The first frames of a system as one batch."""
     found = [open_systems([str(system)], model.type_map)[0].frame(k) for k in range(count)]
-    return collate(found, [neighbor_list(f.coord, f.cell, model.rcut) for f in found], len(model.type_map))
+    return collate(found, [neighbor_list(f.coord, f.cell, model.needs.limit.rcut) for f in found], len(model.type_map))
 
 
-def model_error(model: Potential, batch: Batch, nodes: int) -> tuple[float, float]:
+def model_error(model: StandardModel, batch: Batch, nodes: int) -> tuple[float, float]:
     """Largest difference of energies per atom (eV) and forces (eV/Å) between table and nets."""
     with torch.no_grad():
-        model.set_table("exact")
-        exact = model(batch)
-        model.set_table("table", tolerance=1e9, nodes=nodes)
-        table = model(batch)
-    energy = ((table.energy - exact.energy).abs() / batch.natoms).max()
-    return float(energy), float((table.force - exact.force).abs().max())
+        model.prepare(TableConfig(mode="exact"))
+        exact = model(batch, ("energy", "forces"))
+        model.prepare(TableConfig(tolerance=1e9, nodes=nodes))
+        table = model(batch, ("energy", "forces"))
+    energy = ((table["energy"] - exact["energy"]).abs() / batch.natoms).max()
+    return float(energy), float((table["forces"] - exact["forces"]).abs().max())
 
 
 def learn(mode: str, args: argparse.Namespace, folder: Path, steps: int) -> tuple[float, float]:

@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from allforce.config import unsupported
 from allforce.config.legacy import V0_KEYS, Clash, is_v0, modernise
 from allforce.config.read import read_file
-from allforce.config.schema import Input, ModelConfig
+from allforce.config.schema import Input, ModelAlone
 from allforce.config.section import Section, aliases, expected, is_own, quoted, sections, takes_dicts, walk
 from allforce.errors import UserError
 
@@ -53,13 +53,13 @@ def parse_input(data: dict[str, Any], name: str = "input") -> Input:
     return result
 
 
-def validated_config(section: dict[str, Any], name: str) -> ModelConfig:
+def validated_config(section: dict[str, Any], name: str) -> Any:
     """Check the section `model` that a model file carries; messages are those of an input file."""
     mistakes: list[Mistake] = []
-    result = _checked(ModelConfig, section, "model", mistakes, {})
+    result = _checked(ModelAlone, {"model": section}, "", mistakes, {})
     if mistakes or result is None:
         raise UserError(_message(name, mistakes, []))
-    return result
+    return result.model
 
 
 def _checked(

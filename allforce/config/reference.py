@@ -53,6 +53,7 @@ def _allow(properties: dict[str, Any], cls: type[Section], neutral: dict[str, An
     """Everything that is tidied away before the schema proper sees the input."""
     for name, entry in list(properties.items()):
         entry.pop("own", None)
+        entry.pop("free", None)
         for alias in entry.pop("aliases", []):
             properties[alias] = {**entry, "description": f"Another name of {name}."}
     if cls.type_aliases:

@@ -6,219 +6,35 @@ aliases, comments and old forms are gone before the classes here see the data.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from allforce.config.drawing import BATCH_PATTERN, BATCH_WORDS, auto_prob_blocks, check_sys_probs
+from allforce.config.keys import Int, Name, Positive, Seed
 from allforce.config.mimic import MimicSystem
-from allforce.config.section import Section, Words, key
-from allforce.errors import UserError
-from allforce.optim import OPTIMIZERS
-from allforce.optim.adam import AdamConfig, AdamWConfig
-from allforce.optim.muon import HybridMuonConfig
+from allforce.config.section import Section, Words, key, one_of
+from allforce.losses import LOSSES, EnerLoss
+from allforce.models import MODELS
+from allforce.models.table import TableConfig
+from allforce.optim import OPTIMIZERS, Adam
 
+if TYPE_CHECKING:
+    AnyModel = Any
+    AnyLoss = Any
+    AnyOptimizer = Any
+else:
+    AnyModel = one_of(MODELS)
+    AnyLoss = one_of(LOSSES)
+    AnyOptimizer = one_of(OPTIMIZERS)
 
-def _whole(value: Any) -> Any:
-    """1e6 is how people write a million: a float without fraction counts as an integer."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _lower(value: Any) -> Any:
-    return value.lower() if isinstance(value, str) else value
-
-
-Int = Annotated[int, BeforeValidator(_whole)]
-NonNegative = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
-Positive = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
-Seed = NonNegative | list[NonNegative] | None
-Pair = Annotated[list[NonNegative], Field(min_length=2, max_length=2)]
-Name = Annotated[str, Field(min_length=1)]
-Precision = Literal["default", "float32", "float64"]
-Sel = Annotated[str, Field(pattern=r"^auto(:\d+(\.\d*)?)?$"), Words('"auto" or "auto:1.1"')] | list[NonNegative]
 BatchForm = Annotated[str, Field(pattern=BATCH_PATTERN), Words(BATCH_WORDS)]
 BatchSize = Positive | list[Positive] | BatchForm
-ACTIVATIONS = (
-    '"tanh", "relu", "relu6", "softplus", "sigmoid", "gelu", "gelu_tf", "silu", "silut", "silut:T", "linear" or "none"'
-)
-Activation = Annotated[
-    str,
-    Field(pattern=r"^(tanh|relu6?|softplus|sigmoid|gelu(_tf)?|silu|linear|none|(silut|custom_silu)(:\d+(\.\d*)?)?)$"),
-    BeforeValidator(_lower),
-    Words(ACTIVATIONS),
-]
-OutBias = Annotated[dict[Literal["energy"], list[float | None]], Words('{"energy": [number or null for each type]}')]
-
 LABELS_OF_FILES = ("energy", "forces", "virial", "stress")  # that an entry of systems may name
 FileAndNames = Annotated[dict[str, Name], Words('{"file": name, "energy": key, "forces": key, …}')]
 System = Name | FileAndNames | Annotated[MimicSystem, Words('{"mimic": {…}}')]
-
-PRECISION_HELP = (
-    'Precision of the parameters: "float32", "float64", or "default" = float64 (float32 when the '
-    "environment has DP_INTERFACE_PREC=low)."
-)
-ACTIVATION_HELP = f"Activation function: {ACTIVATIONS}; capitals do not matter."
 SCHEDULE_HELP = 'Kind of schedule: "exp", "cosine" or "wsd".'
-SEED_HELP = "Seed of the initial parameters; a different one each run when left out."
-
-
-def precision_name(precision: str, env: Mapping[str, str] = os.environ) -> str:
-    """The floating-point type behind a precision: "default" is float64, or float32 with DP_INTERFACE_PREC=low."""
-    if precision != "default":
-        return precision
-    interface = env.get("DP_INTERFACE_PREC", "high").lower()
-    if interface not in ("high", "low"):
-        raise UserError(f'The environment variable DP_INTERFACE_PREC is "{interface}"; expected "high" or "low".')
-    return "float64" if interface == "high" else "float32"
-
-
-# ---------------------------------------------------------------------------------------------------------- model
-
-
-class DescriptorSeE2A(Section):
-    """Deep Potential, smooth edition: full relative coordinates, embedding of two atoms."""
-
-    type_aliases = ("se_a",)
-    type_required = True
-
-    type: Literal["se_e2_a"] = key("se_e2_a", 'Kind of descriptor (required): "se_e2_a".')
-    sel: Sel = key(
-        "auto",
-        'Largest number of neighbours kept of each type, one integer per type; or "auto:f": the largest '
-        'number in the training data times f ("auto" is "auto:1.1").',
-    )
-    rcut: float = key(6.0, "Cutoff radius in Å.", gt=0)
-    rcut_smth: float = key(0.5, "Where the smooth switching of 1/r begins, in Å; smaller than rcut.", ge=0)
-    neuron: list[Positive] = key(
-        [10, 20, 40],
-        "Widths of the embedding net. A layer as wide as, or twice as wide as, the one before gets a skip connection.",
-        min_length=1,
-    )
-    axis_neuron: Int = key(
-        4,
-        "Columns of the embedding matrix used for the second factor; at most the last of neuron.",
-        ge=1,
-        aliases=("n_axis_neuron",),
-    )
-    activation_function: Activation = key("tanh", ACTIVATION_HELP)
-    resnet_dt: bool = key(False, "A trained step width in the skip connections.")
-    type_one_side: bool = key(
-        False, "true: one embedding net per type of neighbour; false: one per pair (centre, neighbour)."
-    )
-    precision: Precision = key("default", PRECISION_HELP)
-    trainable: bool = key(True, "Whether the embedding nets are trained.")
-    seed: Seed = key(None, SEED_HELP)
-    exclude_types: list[Pair] = key([], "Pairs of types that do not see each other, for example [[0, 1]].")
-    env_protection: float = key(0.0, "Added to distances in denominators, against division by zero.", ge=0)
-    set_davg_zero: bool = key(False, "Use zero for the mean of the environment matrix. Set it together with atom_ener.")
-
-    @property
-    def dtype(self) -> str:
-        """float32 or float64."""
-        return precision_name(self.precision)
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        if self.rcut_smth >= self.rcut:
-            yield "rcut_smth", f"{self.rcut_smth} must be smaller than rcut, {self.rcut}"
-        if self.axis_neuron > self.neuron[-1]:
-            yield "axis_neuron", f"{self.axis_neuron} must not exceed the last of neuron, {self.neuron[-1]}"
-        if isinstance(self.sel, list) and sum(self.sel) == 0:
-            yield "sel", f'{self.sel} keeps no neighbour at all; give the number of neighbours per type, or "auto"'
-        if isinstance(self.sel, str) and ":" in self.sel and float(self.sel.split(":")[1]) < 1:
-            yield "sel", f'the factor of "{self.sel}" must be at least 1'
-
-
-class FittingEner(Section):
-    """Net from descriptor to atomic energy, one per type."""
-
-    type: Literal["ener"] = key("ener", 'What is fitted: "ener", the energy.')
-    numb_fparam: Int = key(0, "Number of frame parameters (fparam.npy).", ge=0)
-    numb_aparam: Int = key(0, "Number of atomic parameters (aparam.npy).", ge=0)
-    default_fparam: list[float] | None = key(None, "Frame parameters of data that have none; numb_fparam numbers.")
-    neuron: list[Positive] = key(
-        [120, 120, 120],
-        "Widths of the hidden layers. Layers of equal width get a skip connection.",
-        aliases=("n_neuron",),
-    )
-    activation_function: Activation = key("tanh", ACTIVATION_HELP)
-    precision: Precision = key("default", PRECISION_HELP)
-    resnet_dt: bool = key(True, "A trained step width in the skip connections.")
-    trainable: bool | list[bool] = key(
-        True, "Whether the net is trained; or a list, one for each hidden layer and one for the output layer."
-    )
-    rcond: float | None = key(
-        None, "Singular values below this fraction of the largest are dropped when the energy bias is fitted.", ge=0
-    )
-    seed: Seed = key(None, SEED_HELP)
-    atom_ener: list[float | None] = key(
-        [],
-        "Energy of each type in vacuum, in eV (null: not given): the net gives exactly this for an atom "
-        "without neighbours.",
-    )
-    use_aparam_as_mask: bool = key(False, "Atomic parameters are a mask, not an input of the net.")
-
-    @property
-    def dtype(self) -> str:
-        """float32 or float64."""
-        return precision_name(self.precision)
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        layers = len(self.neuron) + 1
-        if isinstance(self.trainable, list) and len(self.trainable) != layers:
-            yield (
-                "trainable",
-                f"has {len(self.trainable)} entries; expected {layers}, one for each layer of neuron and one for the "
-                f"output layer",
-            )
-        if self.default_fparam is not None and len(self.default_fparam) != self.numb_fparam:
-            yield "default_fparam", f"has {len(self.default_fparam)} numbers, but numb_fparam is {self.numb_fparam}"
-        if self.use_aparam_as_mask and self.numb_aparam == 0:
-            yield "use_aparam_as_mask", "is true, but numb_aparam is 0"
-
-
-class ModelConfig(Section):
-    """Descriptor and fitting net."""
-
-    type: Literal["standard"] = key("standard", 'Kind of model: "standard", a descriptor with a fitting net.')
-    type_map: list[Name] | None = key(
-        None, 'Names of the types, for example ["O", "H"]; taken from the data when left out.', min_length=1
-    )
-    descriptor: DescriptorSeE2A = key(..., "The descriptor, by its type.")
-    fitting_net: FittingEner = key(..., "The fitting net, by its type.")
-    data_stat_nbatch: Int = key(10, "Batches of each system used for the statistics of the descriptor.", ge=1)
-    data_stat_protect: float = key(0.01, "Smallest standard deviation used for frame and atomic parameters.", gt=0)
-    data_bias_nsample: Int = key(10, "Batches of each system used when the energy bias is changed.", ge=1)
-    pair_exclude_types: list[Pair] = key([], "Pairs of types that do not interact, in the whole model.")
-    atom_exclude_types: list[NonNegative] = key([], "Types whose atoms have no energy of their own.")
-    preset_out_bias: OutBias | None = key(
-        None, 'Energy bias given by hand, {"energy": [value or null for each type]}, in eV; null: from the data.'
-    )
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        names = self.type_map or []
-        if len(set(names)) < len(names):
-            twice = sorted({name for name in names if names.count(name) > 1})
-            yield "type_map", f"has {', '.join(twice)} more than once; every name must be there once"
-        if names:
-            yield from self._lengths(len(names))
-
-    def _lengths(self, ntypes: int) -> Iterator[tuple[str, str]]:
-        """Everything that is given per type must fit to the type_map."""
-        preset = (self.preset_out_bias or {}).get("energy", [])
-        lists = {"descriptor/sel": self.descriptor.sel, "fitting_net/atom_ener": self.fitting_net.atom_ener}
-        for path, values in {**lists, "preset_out_bias/energy": preset}.items():
-            if isinstance(values, list) and values and len(values) != ntypes:
-                yield path, f"{values} has {len(values)} entries; expected {ntypes}, one for each type of type_map"
-        for path, pairs in {
-            "descriptor/exclude_types": self.descriptor.exclude_types,
-            "pair_exclude_types": self.pair_exclude_types,
-        }.items():
-            if any(t >= ntypes for pair in pairs for t in pair):
-                yield path, f"{pairs} names a type outside 0 … {ntypes - 1} of type_map"
-        if any(t >= ntypes for t in self.atom_exclude_types):
-            yield "atom_exclude_types", f"{self.atom_exclude_types} names a type outside 0 … {ntypes - 1} of type_map"
 
 
 # -------------------------------------------------------------------------------------------------- learning rate
@@ -299,70 +115,6 @@ class LearningRateWSD(LearningRate):
             yield "stop_lr", 'must be greater than 0 for decay_type "inverse_linear" of the schedule wsd'
 
 
-# ----------------------------------------------------------------------------------------------------------- loss
-
-
-class LossEner(Section):
-    """Weighted sum of the errors of energy, force, virial, atomic energies and weighted forces.
-
-    The weight of a term is limit + (start − limit) · lr(t) / start_lr; a term is on when start or limit is not 0.
-    """
-
-    type_aliases = ("ener_hess",)
-
-    type: Literal["ener"] = key("ener", 'Kind of loss: "ener".')
-    schedule: Literal["lr", "step"] = key(
-        "lr",
-        "What lr(t) / start_lr of the weights is. lr: that of the learning rate; step: 1000^(−t / numb_steps), "
-        "whatever the rate does.",
-        own=True,
-    )
-    start_pref_e: float = key(0.02, "Weight of the energy at the beginning.", ge=0)
-    limit_pref_e: float = key(1.0, "Weight of the energy when the rate has gone to 0.", ge=0)
-    start_pref_f: float = key(1000.0, "Weight of the forces at the beginning.", ge=0)
-    limit_pref_f: float = key(1.0, "Weight of the forces at the end.", ge=0)
-    start_pref_v: float = key(0.0, "Weight of the virial at the beginning.", ge=0)
-    limit_pref_v: float = key(0.0, "Weight of the virial at the end.", ge=0)
-    start_pref_ae: float = key(0.0, "Weight of the atomic energies at the beginning.", ge=0)
-    limit_pref_ae: float = key(0.0, "Weight of the atomic energies at the end.", ge=0)
-    start_pref_pf: float = key(0.0, "Weight, at the beginning, of the forces weighted by atom_pref.npy.", ge=0)
-    limit_pref_pf: float = key(0.0, "Weight, at the end, of the forces weighted by atom_pref.npy.", ge=0)
-    use_default_pf: bool = key(False, "Data without atom_pref.npy count as if it were 1.")
-    relative_f: float | None = key(None, "Divide the force error of an atom by |force| + this number, in eV/Å.", gt=0)
-    enable_atom_ener_coeff: bool = key(False, "The energy is Σ c_i e_i with c_i from atom_ener_coeff.npy.")
-    use_huber: bool = key(False, "Huber's loss: quadratic for small errors, linear beyond huber_delta.")
-    huber_delta: float | list[float] = key(
-        0.01, "Where Huber's loss becomes linear; or three numbers for energy, force, virial."
-    )
-    loss_func: Literal["mse", "mae"] = key("mse", "Mean of squares, or of absolute values.")
-    f_use_norm: bool = key(
-        False, "Use the length of the force error instead of its components (with mae or Huber's loss)."
-    )
-    intensive_ener_virial: bool = key(
-        False, "Divide the terms of energy and virial by N² instead of N, the number of atoms."
-    )
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        deltas = self.huber_delta if isinstance(self.huber_delta, list) else [self.huber_delta] * 3
-        if len(deltas) != 3 or min(deltas) <= 0:
-            yield (
-                "huber_delta",
-                f"{self.huber_delta} must be one number or three (energy, force, virial), greater than 0",
-            )
-        if self.use_huber and self.loss_func == "mae":
-            yield "use_huber", 'goes with loss_func "mse" only'
-        if self.use_huber and self.relative_f is not None:
-            yield "relative_f", "and use_huber exclude each other"
-        if self.use_huber and (self.start_pref_pf or self.limit_pref_pf):
-            yield "start_pref_pf", "and limit_pref_pf must be 0 with use_huber"
-        if self.f_use_norm and not (self.use_huber or self.loss_func == "mae"):
-            yield "f_use_norm", 'needs loss_func "mae" or use_huber true'
-        if not any(
-            getattr(self, f"{when}_pref_{what}") for when in ("start", "limit") for what in ("e", "f", "v", "ae", "pf")
-        ):
-            yield "start_pref_e", "and all other prefactors are 0, so there is nothing to fit"
-
-
 # ------------------------------------------------------------------------------------------------------- training
 
 
@@ -419,18 +171,6 @@ class ValidationData(DataConfig):
     """The data whose errors are shown beside those of training."""
 
     numb_btch: Int = key(1, "Batches evaluated for each line of the learning curve.", ge=1, aliases=("numb_batch",))
-
-
-class Table(Section):
-    """How the embedding nets are evaluated while training. A frozen model has the plain nets either way."""
-
-    mode: Literal["table", "exact"] = key(
-        "table", "Interpolate the embedding nets between nodes, or evaluate them for every neighbour.", own=True
-    )
-    tolerance: float | None = key(
-        None, "Largest error of the interpolation; 1e-7 for float64 and 1e-5 for float32 when left out.", gt=0, own=True
-    )
-    nodes: Int = key(64, "Nodes to begin with; more are taken when the tolerance asks for it.", ge=8, own=True)
 
 
 class Training(Section):
@@ -522,7 +262,7 @@ class Training(Section):
     scale_steps_by_worker: bool = key(
         False, "Divide numb_steps, decay_steps, disp_freq and save_freq by the number of workers.", own=True
     )
-    table: Table = key(Table(), "How the embedding nets are evaluated while training.", own=True)
+    table: TableConfig = key(TableConfig(), "How the embedding nets are evaluated while training.", own=True)
 
     @property
     def ema(self) -> float | None:
@@ -537,16 +277,21 @@ class Training(Section):
 
 
 AnyLearningRate = Annotated[LearningRateExp | LearningRateCosine | LearningRateWSD, Field(discriminator="type")]
-AnyOptimizer = Annotated[AdamConfig | AdamWConfig | HybridMuonConfig, Field(discriminator="type")]
+
+
+class ModelAlone(Section):
+    """The section `model` by itself, as a model file carries it."""
+
+    model: AnyModel = key(..., "The model.")
 
 
 class Input(Section):
     """The whole input file."""
 
-    model: ModelConfig = key(..., "The model.")
+    model: AnyModel = key(..., "The model.")
     learning_rate: AnyLearningRate = key(..., "The schedule of the learning rate, by its type.")
-    optimizer: AnyOptimizer = key(AdamConfig(), "The optimizer, by its type.")
-    loss: LossEner = key(LossEner(), "The loss.")
+    optimizer: AnyOptimizer = key(Adam.Config(), "The optimizer, by its type.")
+    loss: AnyLoss = key(EnerLoss.Config(), "The loss, by its type.")
     training: Training = key(..., "Data, length of the training, and what is written.")
 
     def problems(self) -> Iterator[tuple[str, str]]:

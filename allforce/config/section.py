@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import reduce
+from operator import or_
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -11,9 +13,14 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 
-def key(default: Any, help: str, *, aliases: tuple[str, ...] = (), own: bool = False, **limits: Any) -> Any:
-    """A key of the input file. `own`: Allforce has it, DeePMD-kit does not. A default of `...` means required."""
-    extra: dict[str, Any] = {"aliases": list(aliases), "own": own}
+def key(
+    default: Any, help: str, *, aliases: tuple[str, ...] = (), own: bool = False, free: bool = False, **limits: Any
+) -> Any:
+    """A key of the input file. `own`: Allforce has it, DeePMD-kit does not. A default of `...` means required.
+
+    `free`: may differ from the model that a run begins with, because it does not change what the same weights mean.
+    """
+    extra: dict[str, Any] = {"aliases": list(aliases), "own": own, "free": free}
     if isinstance(default, (list, dict, BaseModel)):
         return Field(default_factory=lambda: _copy(default), description=help, json_schema_extra=extra, **limits)
     return Field(default, description=help, json_schema_extra=extra, **limits)
@@ -33,12 +40,22 @@ class Section(BaseModel):
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from ()
 
+    def problems_with_types(self, ntypes: int) -> Iterator[tuple[str, str]]:
+        """The same for what is given per type, once the number of types is known."""
+        yield from ()
+
     @model_validator(mode="after")
     def _no_problems(self) -> Section:
         if found := list(self.problems()):
             text = "; ".join(f"{name}: {what}" for name, what in found)
             raise PydanticCustomError("impossible", "{text}", {"text": text, "problems": found})
         return self
+
+
+def one_of(parts: Mapping[str, Any]) -> Any:
+    """The annotation of a key whose object belongs to one of these parts, by its `type`: a choice of their `Config`."""
+    choices = tuple(dict.fromkeys(part.Config for part in parts.values()))
+    return Annotated[reduce(or_, choices), Field(discriminator="type")] if len(choices) > 1 else choices[0]
 
 
 class Words(NamedTuple):
@@ -101,6 +118,10 @@ def aliases(field: FieldInfo) -> list[str]:
 
 def is_own(field: FieldInfo) -> bool:
     return bool(field.json_schema_extra["own"])  # type: ignore[index]
+
+
+def is_free(field: FieldInfo) -> bool:
+    return bool(field.json_schema_extra["free"])  # type: ignore[index]
 
 
 def walk(cls: type[Section], path: str = "") -> Iterator[tuple[str, type[Section]]]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,46 +12,30 @@ import torch
 from allforce.data.batch import LABELS, Batch, Edges, Frame
 from allforce.data.cache import Cache
 from allforce.data.dataset import DataSet
+from allforce.data.prepare import Needs, Pairs, Preparation
 from allforce.data.sampler import Sampler
 from allforce.errors import UserError
-from allforce.neighbors import check_distances, limit_to_sel, neighbor_list
-from allforce.trace import BATCH, NEIGHBORS, phase
-
-log = logging.getLogger("deepmd.data")
-
-Pairs = tuple[np.ndarray, np.ndarray, np.ndarray]  # i (E,), j (E,), r (E, 3) of one frame, sorted by i
+from allforce.trace import BATCH, phase
 
 
 class Loader:
     """Makes batches of the micro-batches of a sampler.
 
     Frames and their neighbour pairs are kept in the cache, which other loaders of this worker may share.
-    pair_exclude: type pairs that do not see each other (symmetric). sel None: no limit on the number of neighbours.
     """
 
     def __init__(
         self,
         dataset: DataSet,
         sampler: Sampler,
-        rcut: float,
-        sel: list[int] | None,
-        rank: int = 0,
-        size: int = 1,
+        needs: Needs,
         device: str | torch.device = "cpu",
         cache: Cache | None = None,
-        pair_exclude: list[tuple[int, int]] | list[list[int]] | None = None,
-        numb_fparam: int = 0,
-        numb_aparam: int = 0,
-        default_fparam: list[float] | None = None,
     ):
-        self.dataset, self.sampler, self.rcut, self.sel = dataset, sampler, rcut, sel
-        self.rank, self.size = rank, size
+        self.dataset, self.sampler, self.needs = dataset, sampler, needs
+        self.prepare = Preparation(needs)
         self.device = torch.device(device)
-        self.ntypes = len(dataset.type_map)
-        self.numb_fparam, self.numb_aparam, self.default_fparam = numb_fparam, numb_aparam, default_fparam
-        self.seen = _seen(pair_exclude, self.ntypes)
-        self.dropped = 0  # neighbours beyond sel so far
-        self._check_parameters()
+        check_parameters(dataset, needs)
         self._cache = Cache(1 << 30) if cache is None else cache
         self._pool: ThreadPoolExecutor | None = None
         self._ahead: deque[Future[Batch]] = deque()
@@ -76,7 +58,7 @@ class Loader:
 
     def _join(self, members: list[tuple[int, int]], parts: list[tuple[Frame, Pairs]]) -> Batch:
         name = ", ".join(f"{self.dataset.systems[i].name} frame {k}" for i, k in members)
-        return collate([f for f, _ in parts], [e for _, e in parts], self.ntypes, name)
+        return collate([f for f, _ in parts], [e for _, e in parts], self.needs.ntypes, name)
 
     def frame(self, i: int, k: int) -> tuple[Frame, Pairs]:
         """Frame k of system i, sorted by type, with its neighbour pairs."""
@@ -84,51 +66,7 @@ class Loader:
 
     def _prepare(self, n: int, k: int) -> tuple[Frame, Pairs]:
         system = self.dataset.systems[n]
-        where = f"{system.name}, frame {k}"
-        frame = self._with_parameters(system.frame(k)).by_type()
-        with phase(NEIGHBORS):
-            pairs = neighbor_list(frame.coord, frame.cell, self.rcut, where=where)
-        check_distances(*pairs, where, frame.order)
-        if self.seen is not None:
-            keep = self.seen[frame.type[pairs[0]], frame.type[pairs[1]]]
-            pairs = pairs[0][keep], pairs[1][keep], pairs[2][keep]
-        if self.sel is not None:
-            i, j, r, dropped = limit_to_sel(*pairs, frame.type, self.sel)
-            pairs = i, j, r
-            self._count_dropped(dropped, where)
-        return frame, pairs
-
-    def _count_dropped(self, dropped: int, where: str) -> None:
-        if dropped and not self.dropped:
-            log.warning(
-                "%s: %d neighbours are beyond sel = %s and are left out, the farthest of each type first. "
-                "Raise model/descriptor/sel, or set it to auto",
-                where, dropped, self.sel,
-            )  # fmt: skip
-        self.dropped += dropped
-
-    # ---- frame and atomic parameters
-
-    def _check_parameters(self) -> None:
-        default = self.default_fparam is not None
-        if default and len(self.default_fparam or []) != self.numb_fparam:
-            raise UserError(
-                f"default_fparam {self.default_fparam} does not have numb_fparam = {self.numb_fparam} numbers"
-            )
-        for s in self.dataset.systems:
-            for key, want, found in (
-                ("fparam", self.numb_fparam, s.fparam_width),
-                ("aparam", self.numb_aparam, s.aparam_width),
-            ):
-                if want and found != want and not (key == "fparam" and default and found == 0):
-                    what = f"has {found} of them" if found else f"has no {key}.npy"
-                    raise UserError(f"model/fitting_net/numb_{key} is {want}, but {s.name} {what}")
-
-    def _with_parameters(self, frame: Frame) -> Frame:
-        fparam = frame.fparam if self.numb_fparam else None
-        if self.numb_fparam and fparam is None:
-            fparam = np.array(self.default_fparam, dtype=np.float64)
-        return replace(frame, fparam=fparam, aparam=frame.aparam if self.numb_aparam else None)
+        return self.prepare(system.frame(k), f"{system.name}, frame {k}")
 
     # ---- in the background
 
@@ -159,14 +97,16 @@ class Loader:
         self._ahead.clear()
 
 
-def _seen(pair_exclude: list | None, ntypes: int) -> np.ndarray | None:
-    """(nt, nt) bool: does a centre of type a see neighbours of type b; None when all do."""
-    if not pair_exclude:
-        return None
-    seen = np.ones((ntypes, ntypes), dtype=bool)
-    for a, b in pair_exclude:
-        seen[a, b] = seen[b, a] = False
-    return seen
+def check_parameters(dataset: DataSet, needs: Needs) -> None:
+    """Every system has the frame and atomic parameters that the model takes."""
+    for s in dataset.systems:
+        for name, want, found in (
+            ("fparam", needs.numb_fparam, s.fparam_width),
+            ("aparam", needs.numb_aparam, s.aparam_width),
+        ):
+            if want and found != want and not (name == "fparam" and needs.default_fparam is not None and found == 0):
+                what = f"has {found} of them" if found else f"has no {name}.npy"
+                raise UserError(f"{needs.parameters_key}/numb_{name} is {want}, but {s.name} {what}")
 
 
 def _bytes(item: Any) -> int:

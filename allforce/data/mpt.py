@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from allforce.errors import UserError
-from allforce.files import write_whole
+from allforce.writing import write_whole
 
 
 @dataclass

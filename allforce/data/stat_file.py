@@ -1,17 +1,13 @@
 """The cache of statistics (training/stat_file), in DeePMD-kit's layout.
 
 An HDF5 file when the name ends in .h5 or .hdf5, else a directory. Inside a group named by the type map:
-bias_atom_energy, std_atom_energy (nt, 1), fparam, aparam (n, 3), and, in a group named by a hash of the descriptor's
-geometry, r_<t>, a_<t> = [count, sum, sum of squares] of the environment matrix.
+entries by the names that the parts of the model give them (bias_atom_energy, fparam, <hash>/r_0, …).
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
-from hashlib import sha1
-from typing import Any
 
 import h5py
 import numpy as np
@@ -42,20 +38,6 @@ class StatFile:
             self.new[name] = self.entries[name] = compute()
         return self.entries[name]
 
-    def environment(
-        self, descriptor: Any, sel: list[int] | None, unseen: list[list[int]], compute: Callable[[], np.ndarray]
-    ) -> np.ndarray:
-        """(nt, 2, 3) sums of the environment matrix. unseen: pairs of types that the model excludes."""
-        ntypes = len(self.group.split(" "))
-        key = _hash(descriptor, sel or [], unseen, ntypes)
-        names = [f"{key}/{part}_{t}" for t in range(ntypes) for part in "ra"]
-        known = self.get(*names)
-        if known is not None:
-            return np.array(known).reshape(ntypes, 2, 3)
-        sums = compute()
-        self.put(**dict(zip(names, sums.reshape(-1, 3), strict=True)))
-        return sums
-
     def save(self, read_only: bool = False) -> None:
         """Write what is new; with read_only that is an error."""
         if read_only and self.new:
@@ -69,24 +51,6 @@ class StatFile:
             except OSError as error:
                 raise UserError(f"training/stat_file {self.path!r} cannot be written ({error})") from None
         self.new = {}
-
-
-def _hash(descriptor: Any, sel: list[int], unseen: list[list[int]], ntypes: int) -> str:
-    geometry: dict[str, Any] = {
-        "type": "se_a",
-        "ntypes": ntypes,
-        "rcut": round(descriptor.rcut, 2),
-        "rcut_smth": round(descriptor.rcut_smth, 2),
-        "nsel": sum(sel),
-        "sel": sel,
-        "mixed_types": False,
-    }
-    # not part of DeePMD-kit's hash; the sums depend on them, so they are added where they are not the default
-    if descriptor.exclude_types or descriptor.env_protection or unseen:
-        geometry["exclude_types"] = sorted(sorted(p) for p in descriptor.exclude_types)
-        geometry["pair_exclude_types"] = unseen
-        geometry["env_protection"] = descriptor.env_protection
-    return sha1(json.dumps(geometry).encode()).hexdigest()
 
 
 def _is_hdf5(path: str) -> bool:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from allforce.errors import UserError
-from allforce.files import write_whole
+from allforce.writing import write_whole
 
 MAGIC = struct.pack(">iii12s", 1993, 13, 12, b"GMX_trn_file")
 HEADER = struct.Struct(">24s13i")

@@ -23,7 +23,7 @@ from allforce.data.batch import Frame
 from allforce.data.loader import collate
 from allforce.errors import UserError
 from allforce.infer.predict import DeepPot
-from allforce.models.potential import Potential
+from allforce.models import Model
 from allforce.neighbors import neighbor_list
 
 VOIGT = [0, 4, 8, 5, 2, 1]  # xx yy zz yz xz xy of a row-major 3 × 3
@@ -41,7 +41,7 @@ class DP(Calculator):
 
     def __init__(
         self,
-        model: str | Path | Potential | DeepPot,
+        model: str | Path | Model | DeepPot,
         label: str = "DP",
         type_dict: Mapping[str, int] | None = None,
         skin: float = 1.0,
@@ -66,18 +66,20 @@ class DP(Calculator):
         if self._list is None or not self._list.covers(frame, atoms.pbc):
             self._list = _SkinList(frame, atoms.pbc, self.dp.get_rcut(), self.skin)
             self.rebuilds += 1
-        i, j, r = self.dp.limit(*self._list.pairs(frame.coord), frame.type)
+        i, j, r = self.dp.preparation.limited(*self._list.pairs(frame.coord), frame.type, "the structure")
         batch = collate([frame], [(i, j, r)], self.dp.get_ntypes()).to(self.dp.device)
         self._virial = self._virial or "stress" in properties or "virial" in properties
-        (result,) = self.dp.results(batch, [frame], virial=self._virial)
+        wanted = ["energy", "forces", "atomic energy", *(["virial"] if self._virial else [])]
+        (result,) = self.dp.results(batch, [frame], wanted)
+        energy = float(result["energy"])
         self.results = {
-            "energy": result.energy,
-            "free_energy": result.energy,
-            "forces": result.force,
-            "energies": result.atom_energy,
+            "energy": energy,
+            "free_energy": energy,
+            "forces": result["forces"],
+            "energies": result["atomic energy"],
         }
         if self._virial:
-            virial = self.results["virial"] = result.virial.reshape(3, 3)
+            virial = self.results["virial"] = result["virial"].reshape(3, 3)
             if atoms.pbc.any() and atoms.cell.rank == 3:
                 self.results["stress"] = -0.5 * (virial + virial.T).ravel()[VOIGT] / atoms.get_volume()
 

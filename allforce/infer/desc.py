@@ -9,7 +9,7 @@ import numpy as np
 
 from allforce.data.system import System
 from allforce.errors import UserError
-from allforce.infer.predict import DeepPot
+from allforce.infer.evaluate import Evaluator
 from allforce.infer.systems import select_systems
 
 log = logging.getLogger("deepmd.entrypoints.eval_desc")
@@ -17,11 +17,17 @@ log = logging.getLogger("deepmd.entrypoints.eval_desc")
 DTYPES = {"fp32": np.float32, "fp64": np.float64}
 
 
+class DescriptorOf(Evaluator):
+    """Any model that has a descriptor, whatever it predicts."""
+
+    kind = "descriptor"
+
+
 def eval_desc(
     model: str, system: str | None = None, datafile: str | None = None, output: str = "desc", dtype: str = "native"
 ) -> None:
     """Write OUTPUT/<name of the system>.npy, atoms in the order of the data; native: the precision of the model."""
-    dp = DeepPot(model)
+    dp = DescriptorOf(model)
     systems = select_systems(dp.get_type_map(), system, datafile)
     native = np.float32 if dp.precision == "float32" else np.float64
     folder = Path(output)
@@ -30,13 +36,16 @@ def eval_desc(
         log.info("# -------output of dp eval_desc------- ")
         log.info("# processing system : %s", one.name)
         log.info("# evaluating descriptors for %d frames", one.nframes)
-        shape = (one.nframes, one.natoms, dp.model.descriptor.dim)
-        out = np.lib.format.open_memmap(path, "w+", dtype=DTYPES.get(dtype, native), shape=shape)
-        for k, value in enumerate(dp.descriptors(one.frame(k) for k in range(one.nframes))):
-            out[k] = value
+        out = None
+        for k, result in enumerate(dp.evaluate((one.frame(k) for k in range(one.nframes)), ("descriptor",))):
+            if out is None:
+                shape = (one.nframes, *result["descriptor"].shape)
+                out = np.lib.format.open_memmap(path, "w+", dtype=DTYPES.get(dtype, native), shape=shape)
+            out[k] = result["descriptor"]
+        assert out is not None, "a system has at least one frame"
         out.flush()
         log.info("# descriptors saved to %s", path)
-        log.info("# descriptor shape: %s", shape)
+        log.info("# descriptor shape: %s", out.shape)
         log.info("# ----------------------------------- ")
     log.info("# eval_desc completed successfully")
 

@@ -16,7 +16,8 @@ import numpy as np
 from allforce.data.batch import Frame
 from allforce.data.system import System
 from allforce.errors import UserError
-from allforce.infer.predict import DeepPot, Result
+from allforce.infer.evaluate import Result
+from allforce.infer.predict import DEFAULT, DeepPot
 from allforce.infer.systems import select_systems
 
 log = logging.getLogger("deepmd.infer.model_devi")
@@ -60,7 +61,7 @@ def _evaluated(system: System, potentials: Sequence[DeepPot]) -> Iterator[tuple]
     """(frame, result of each model), CHUNK frames in memory at a time."""
     for start in range(0, system.nframes, CHUNK):
         frames = [system.frame(k) for k in range(start, min(start + CHUNK, system.nframes))]
-        yield from zip(frames, *(dp.evaluate(frames) for dp in potentials), strict=True)
+        yield from zip(frames, *(dp.evaluate(frames, DEFAULT) for dp in potentials), strict=True)
 
 
 def deviation(
@@ -84,9 +85,9 @@ def deviation(
         reference = label.reshape(-1, 3)[real] if name == "force" else label.reshape(values.shape[1:]) / n
         return np.sqrt(((values - reference) ** 2).mean(axis=0)), reference
 
-    f, f_mean = spread("force", np.array([r.force[real] for r in results]))  # (n, 3)
-    v, v_mean = spread("virial", np.array([r.virial for r in results]) / n)  # (9,)
-    e, _ = spread("energy", np.array([r.energy for r in results]) / n)  # ()
+    f, f_mean = spread("force", np.array([r["forces"][real] for r in results]))  # (n, 3)
+    v, v_mean = spread("virial", np.array([r["virial"] for r in results]) / n)  # (9,)
+    e, _ = spread("energy", np.array([r["energy"] for r in results]) / n)  # ()
     sigma = np.linalg.norm(f, axis=1)
     if relative is not None:
         sigma = sigma / (np.linalg.norm(f_mean, axis=1) + relative)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from allforce.infer.model_file import CONVERTIBLE, WRITTEN, load_model, save_model
-from allforce.train.checkpoint import find
+from allforce.files.checkpoint import find
+from allforce.files.model_file import CONVERTIBLE, WRITTEN, load_model, save_model
 
 log = logging.getLogger("deepmd.entrypoints.freeze")
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from allforce.data import stats
+from allforce.data.sample import count_neighbors
 from allforce.distributed.comm import SerialComm
 from allforce.errors import UserError
 from allforce.infer.systems import select_systems
@@ -23,7 +23,7 @@ def neighbor_stat(
         raise UserError(f"neighbor-stat: rcut is {rcut}, expected a positive number (Å).")
     systems = select_systems(list(type_map) if type_map else None, system)
     log.info("Calculate neighbor statistics...")
-    distance, most = stats.neighbor_stat(systems, rcut, SerialComm(), mixed=mixed_type)
+    distance, most = count_neighbors(systems, rcut, SerialComm(), mixed=mixed_type)
     if distance is None:
         raise UserError(f"neighbor-stat: no two atoms of {system} are within rcut = {rcut} Å. Choose a larger rcut.")
     log.info("min_nbor_dist: %f", distance)

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from allforce.errors import UserError
-from allforce.infer.model_file import load_model, observed_types
-from allforce.infer.tree import tree_from_potential
+from allforce.files.model_file import load_model, observed_types
 
 log = logging.getLogger("deepmd.entrypoints.show")
 
@@ -22,20 +21,23 @@ def show(model: str, attributes: Sequence[str]) -> None:
     unknown = [a for a in attributes if a not in ATTRIBUTES]
     if unknown:
         raise UserError(f"dp show: unknown attribute '{unknown[0]}'. Known: {', '.join(ATTRIBUTES)}.")
-    potential = load_model(model)
+    loaded = load_model(model)
     log.info("This is a singletask model")
     if "model-branch" in attributes:
         raise UserError(f"{model} is a single-task model: it has no branches to show.")
     if "type-map" in attributes:
-        log.info("The type_map is %s", potential.type_map)
-    for attribute, part in (("descriptor", potential.config.descriptor), ("fitting-net", potential.config.fitting_net)):
+        log.info("The type_map is %s", loaded.type_map)
+    parts = loaded.parts()
+    for attribute in ("descriptor", "fitting-net"):
+        if attribute in attributes and attribute not in parts:
+            raise UserError(f"{model}: a model of type '{loaded.config.type}' has no {attribute}.")
         if attribute in attributes:
-            log.info("The %s parameter is %s", attribute.replace("-", "_"), part.model_dump(mode="json"))
+            section = parts[attribute].config.model_dump(mode="json")  # type: ignore[union-attr, operator]
+            log.info("The %s parameter is %s", attribute.replace("-", "_"), section)
     if "size" in attributes:
-        parts = {"descriptor": potential.descriptor, "fitting-net": potential.fitting}
         sizes = {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()}
         log.info("Parameter counts for a single branch model:")
-        for name, size in {**sizes, "total": sum(sizes.values())}.items():
+        for name, size in {**sizes, "total": sum(p.numel() for p in loaded.parameters())}.items():
             log.info("Parameters in %s: %s", name, f"{size:,}")
     if "observed-type" in attributes:
         found = observed_types(model)
@@ -43,7 +45,7 @@ def show(model: str, attributes: Sequence[str]) -> None:
         log.info("Number of observed types: %d ", len(found))
         log.info("Observed types: %s ", found)
     if "serialization-tree" in attributes:
-        log.info("Model serialization tree:\n%s", "\n".join(_lines("Model", tree_from_potential(potential)["model"])))
+        log.info("Model serialization tree:\n%s", "\n".join(_lines("Model", loaded.to_tree())))
 
 
 def _lines(name: str, node: Any, depth: int = 0) -> Iterator[str]:

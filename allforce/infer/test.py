@@ -16,7 +16,8 @@ import numpy as np
 from allforce.data.batch import Frame
 from allforce.data.system import System
 from allforce.errors import UserError
-from allforce.infer.predict import DeepPot, Result
+from allforce.infer.evaluate import Result
+from allforce.infer.predict import DEFAULT, DeepPot
 from allforce.infer.systems import select_systems
 
 log = logging.getLogger("deepmd.entrypoints.test")
@@ -126,7 +127,7 @@ def _chunks(dp: DeepPot, system: System, frames: np.ndarray) -> Iterator[list[tu
     """Frames with their results, CHUNK at a time: memory does not grow with the system."""
     for start in range(0, len(frames), CHUNK):
         part = [system.frame(int(k)) for k in frames[start : start + CHUNK]]
-        yield list(zip(part, dp.evaluate(part), strict=True))
+        yield list(zip(part, dp.evaluate(part, (*DEFAULT, "atomic energy")), strict=True))
 
 
 def differences(frame: Frame, result: Result, atomic: bool) -> Iterator[tuple[str, np.ndarray, np.ndarray | None]]:
@@ -134,21 +135,21 @@ def differences(frame: Frame, result: Result, atomic: bool) -> Iterator[tuple[st
     labels, real = frame.labels, frame.type >= 0
     n = int(real.sum())
     if "energy" in labels:
-        d = result.energy - labels["energy"].ravel()
+        d = result["energy"] - labels["energy"].ravel()
         yield "energy", d, None
         yield "energy_peratom", d / n, None
     if "force" in labels:
-        d = (result.force - labels["force"].reshape(-1, 3))[real]
+        d = (result["forces"] - labels["force"].reshape(-1, 3))[real]
         yield "force", d, None
         if "atom_pref" in labels:
             yield "force_weighted", d, np.repeat(labels["atom_pref"].reshape(-1, 1)[real], 3, axis=1)
     if "virial" in labels and frame.cell is not None:
-        d = result.virial - labels["virial"].ravel()
+        d = result["virial"] - labels["virial"].ravel()
         yield "virial", d, None
         yield "virial_peratom", d / n, None
         yield "stress", -d / abs(np.linalg.det(frame.cell)), None
     if atomic and "atom_ener" in labels:
-        yield "atom_energy", (result.atom_energy - labels["atom_ener"].ravel())[real], None
+        yield "atom_energy", (result["atomic energy"] - labels["atom_ener"].ravel())[real], None
 
 
 def log_errors(errors: dict[str, Errors]) -> None:
@@ -176,13 +177,13 @@ class Details:
 
     def write(self, pairs: list[tuple[Frame, Result]], periodic: bool) -> None:
         atoms = np.array([[int((f.type >= 0).sum())] for f, _ in pairs])  # (nf, 1)
-        e = np.array([[_label(f, "energy", 1)[0], r.energy] for f, r in pairs])
+        e = np.array([[_label(f, "energy", 1)[0], r["energy"]] for f, r in pairs])
         self._save("e", "data_e pred_e", e)
         self._save("e_peratom", "data_e pred_e", e / atoms)
-        forces = [np.hstack([_label(f, "force", 3 * len(f.type)).reshape(-1, 3), r.force]) for f, r in pairs]
+        forces = [np.hstack([_label(f, "force", 3 * len(f.type)).reshape(-1, 3), r["forces"]]) for f, r in pairs]
         f_columns = " ".join(f"{which}_f{x}" for which in ("data", "pred") for x in "xyz")
         self._save("f", f_columns, np.concatenate(forces))
-        v = np.array([np.concatenate([_label(f, "virial", 9), r.virial]) for f, r in pairs])
+        v = np.array([np.concatenate([_label(f, "virial", 9), r["virial"]]) for f, r in pairs])
         v_columns = " ".join(f"{which}_v{x}" for which in ("data", "pred") for x in XYZ)
         self._save("v", v_columns, v)
         self._save("v_peratom", v_columns, v / atoms)

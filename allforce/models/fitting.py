@@ -1,83 +1,97 @@
-"""The energy fitting net: one net per type of the centre atom.
-
-e_i = net_τ([D_i, (fparam − avg)/std, (aparam − avg)/std]) − [net_τ with D = 0, if atom_ener[τ] is given] + bias_τ
-"""
+"""What a fitting is: from the descriptor of an atom to what is predicted. One file each, one entry in FITTINGS."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Any, ClassVar
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from allforce.config.schema import FittingEner
+from allforce.config.section import Section
 from allforce.data.batch import Batch
-from allforce.models.layers import DTYPES, Net, generator
-from allforce.models.scalar_net import value_and_gradient
+from allforce.data.sample import Sample
+from allforce.errors import UserError
+from allforce.models.serial import arrays_of, fill_arrays
 
 
-class EnergyFitting(nn.Module):
-    """Atomic energies, and their gradient with respect to the descriptor."""
+class Fitting(nn.Module):
+    """Common to all fittings. A fitting of energies derives from EnergyFitting."""
 
-    bias_atom_e: Tensor  # (nt,)
-    fparam_avg: Tensor  # (numb_fparam,)
-    fparam_inv_std: Tensor
-    aparam_avg: Tensor  # (numb_aparam,)
-    aparam_inv_std: Tensor
+    Config: ClassVar[type[Section]]  # the section `model/fitting_net` of the input
+    outputs: tuple[str, ...]
+    out_width: int = 1  # numbers that it predicts for an atom
+    vectors: bool = False  # whether `predict` needs the descriptor's vectors
+    numb_fparam: int = 0  # frame and atomic parameters that it takes
+    numb_aparam: int = 0
+    default_fparam: list[float] | None = None
 
-    def __init__(self, config: FittingEner, ntypes: int, dim_descrpt: int):
+    def __init__(self, config: Any, ntypes: int, dim: int, dim_vectors: int = 0, mixed_types: bool = False):
+        """dim: width of the descriptor. mixed_types: the descriptor tells the types apart, one net serves all."""
         super().__init__()
-        self.config, self.ntypes, self.dim_descrpt = config, ntypes, dim_descrpt
-        self.dtype = DTYPES[config.dtype]
-        extra = config.numb_fparam + (0 if config.use_aparam_as_mask else config.numb_aparam)
-        self.nets: list[Net] = nn.ModuleList(  # type: ignore[assignment]
-            Net(
-                dim_descrpt + extra,
-                config.neuron,
-                config.activation_function,
-                config.resnet_dt,
-                self.dtype,
-                generator(config.seed, 1, t),
-                1,
+        self.config, self.ntypes, self.dim, self.mixed_types = config, ntypes, dim, mixed_types
+
+    def predict(self, D: Tensor, vectors: Tensor | None, batch: Batch, wanted: Collection[str]) -> dict[str, Tensor]:
+        """What is wanted from D (N, dim) and vectors (N, dim_vectors, 3); an energy fitting has no use for it."""
+        raise NotImplementedError
+
+    # ---- from the data
+
+    def fit_statistics(self, sample: Sample, section: Any) -> list[str]:
+        """section: the whole section `model`. Lines for the log."""
+        return []
+
+    def change_bias(self, counts: np.ndarray, missing: np.ndarray, excluded: list[int], mode: str) -> list[str]:
+        """counts (F, nt): atoms of each type in every frame; missing (F,): label − prediction, or the label ("set")."""
+        raise UserError(f"A fitting of type {self.config.type!r} has no bias to change.")
+
+    def set_bias(self, values: np.ndarray) -> None:
+        raise UserError(f"A fitting of type {self.config.type!r} has no bias to set.")
+
+    # ---- in files
+
+    def to_tree(self, type_map: list[str]) -> dict[str, Any]:
+        return {
+            "@class": "Fitting",
+            "type": self.config.type,
+            "@version": 1,
+            **self.config.model_dump(mode="json"),
+            "@variables": arrays_of(self),
+            "type_map": type_map,
+        }
+
+    @classmethod
+    def section_from_tree(cls, tree: dict[str, Any], source: str) -> dict[str, Any]:
+        return {k: v for k, v in tree.items() if k in cls.Config.model_fields}
+
+    def load_tree(self, tree: dict[str, Any], out_bias: Any, source: str) -> None:
+        """out_bias: what DeePMD-kit keeps beside the fitting and adds to it."""
+        fill_arrays(self, tree["@variables"], source)
+
+    def load_pt(self, state: dict[str, Tensor], prefix: str, out_bias: Any, source: str) -> None:
+        raise UserError(f"{source}: a fitting of type {self.config.type!r} cannot be read from a .pt file.")
+
+
+class EnergyFitting(Fitting):
+    """Atomic energies: a differentiable function of the descriptor."""
+
+    outputs: tuple[str, ...] = ("energy", "forces", "virial", "atomic energy", "atomic virial")
+
+    def forward(self, D: Tensor, batch: Batch) -> Tensor:
+        """e (N,) in float64 from D (N, dim), twice differentiable by D."""
+        raise NotImplementedError
+
+    def with_gradient(self, D: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """e, and ∂e_i/∂D_i (N, dim); both differentiable by parameters and D in grad mode.
+
+        Here by automatic differentiation. A faster one, written by hand, may take its place.
+        """
+        training = torch.is_grad_enabled()
+        with torch.enable_grad():
+            D = D if D.requires_grad else D.detach().requires_grad_()
+            e = self(D, batch)
+            (gradient,) = torch.autograd.grad(
+                e.sum(), D, create_graph=training, allow_unused=True, materialize_grads=True
             )
-            for t in range(ntypes)
-        )
-        for net in self.nets:
-            flags = config.trainable if isinstance(config.trainable, list) else [config.trainable] * len(net.layers)
-            for layer, flag in zip(net.layers, flags, strict=True):
-                layer.requires_grad_(flag)
-        self.vacuum = [t < len(config.atom_ener) and config.atom_ener[t] is not None for t in range(ntypes)]
-
-        def buffer(name: str, n: int, value: float) -> None:
-            self.register_buffer(name, torch.full((n,), value, dtype=torch.float64))
-
-        buffer("bias_atom_e", ntypes, 0.0)
-        buffer("fparam_avg", config.numb_fparam, 0.0)
-        buffer("fparam_inv_std", config.numb_fparam, 1.0)
-        buffer("aparam_avg", config.numb_aparam, 0.0)
-        buffer("aparam_inv_std", config.numb_aparam, 1.0)
-
-    def parameters_of_atoms(self, batch: Batch) -> list[Tensor]:
-        """Normalised frame and atomic parameters, each (N, ·)."""
-        out = []
-        if self.config.numb_fparam:
-            assert batch.fparam is not None
-            out.append(((batch.fparam - self.fparam_avg) * self.fparam_inv_std)[batch.frame])
-        if self.config.numb_aparam and not self.config.use_aparam_as_mask:
-            assert batch.aparam is not None
-            out.append((batch.aparam - self.aparam_avg) * self.aparam_inv_std)
-        return [p.to(self.dtype) for p in out]
-
-    def forward(self, D: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """e (N,) in float64, and ∂e_i/∂D_i (N, M) in the precision of D."""
-        x = D.to(self.dtype)
-        if extra := self.parameters_of_atoms(batch):
-            x = torch.cat([x, *extra], dim=1)
-        e, gradient = value_and_gradient(self.nets, batch.type_counts, x)
-        if any(self.vacuum):
-            e = e - self.in_vacuum(x, batch.type_counts)
-        return e.double() + self.bias_atom_e[batch.type], gradient[:, : self.dim_descrpt].to(D.dtype)
-
-    def in_vacuum(self, x: Tensor, counts: tuple[int, ...]) -> Tensor:
-        """The nets with D = 0, for types whose energy in vacuum is given; 0 for the others."""
-        x = torch.cat([torch.zeros_like(x[:, : self.dim_descrpt]), x[:, self.dim_descrpt :]], dim=1)
-        parts = zip(self.nets, x.split(counts), self.vacuum, strict=True)
-        return torch.cat([net(part)[:, 0] if given else part.new_zeros(len(part)) for net, part, given in parts])
+        return (e, gradient) if training else (e.detach(), gradient)

@@ -2,90 +2,63 @@
 
     E = Σ_i e_i     F = −∂E/∂x     Ξ_ab = −Σ_e (∂E/∂r_e)_a (r_e)_b
 
-A descriptor and a fitting give e_i and ∂E/∂r_e from the edge vectors r_e; that one gradient gives the rest. The parts
-write their first derivative themselves, each with its ordinary derivative, so a loss on forces needs one backward pass.
+A model gives e_i as a differentiable function of the edge vectors r_e; that one gradient gives the rest.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from allforce.config.schema import ModelConfig
 from allforce.data.batch import Batch
 from allforce.models.edges import AtomsOfEdges
-from allforce.models.fitting import EnergyFitting
-from allforce.models.se_e2_a import SeE2A
+from allforce.models.model import Model
 
-DESCRIPTORS = {"se_e2_a": SeE2A}
-FITTINGS = {"ener": EnergyFitting}
+DERIVATIVES = frozenset({"forces", "virial", "atomic virial"})
 
 
-@dataclass
-class Prediction:
-    """In float64 and in the order of the batch's atoms."""
+class Potential(Model):
+    """Base of all energy models: derive from it and write `energies`."""
 
-    energy: Tensor  # (B,)
-    atom_energy: Tensor  # (N,)
-    force: Tensor  # (N, 3)
-    virial: Tensor | None = None  # (B, 9)
-    atom_virial: Tensor | None = None  # (N, 9), of the neighbour of each edge
+    outputs: tuple[str, ...] = ("energy", "forces", "virial", "atomic energy", "atomic virial")
 
+    def energies(self, batch: Batch, r: Tensor) -> Tensor:
+        """e_i (N,) in float64 of the edge vectors r (E, 3), twice differentiable by r. Use r, not batch.edges.r."""
+        raise NotImplementedError
 
-class Potential(nn.Module):
-    """A model of type `standard` with an energy fitting."""
+    def energies_and_gradient(self, batch: Batch, r: Tensor) -> tuple[Tensor, Tensor]:
+        """e_i (N,) and ∂E/∂r_e (E, 3); in grad mode both can be differentiated by the parameters.
 
-    keep: Tensor  # (nt,) 0 for atom_exclude_types
+        Here by automatic differentiation. A faster one, written by hand, may take its place.
+        """
+        training = torch.is_grad_enabled()
+        with torch.enable_grad():
+            r = r.detach().requires_grad_()
+            e = self.energies(batch, r)
+            (gradient,) = torch.autograd.grad(
+                e.sum(), r, create_graph=training, allow_unused=True, materialize_grads=True
+            )
+        return (e, gradient) if training else (e.detach(), gradient)
 
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        assert config.type_map is not None and isinstance(config.descriptor.sel, list)
-        self.config, self.type_map = config, list(config.type_map)
-        ntypes = len(self.type_map)
-        self.descriptor = DESCRIPTORS[config.descriptor.type](config.descriptor, ntypes)
-        self.fitting = FITTINGS[config.fitting_net.type](config.fitting_net, ntypes, self.descriptor.dim)
-        self.min_nbor_dist: float | None = None
-        keep = torch.ones(ntypes, dtype=torch.float64)
-        keep[config.atom_exclude_types] = 0.0
-        self.register_buffer("keep", keep, persistent=False)
+    def energies_alone(self, batch: Batch) -> Tensor:
+        """e_i (N,) where no derivative by r_e is asked for: a place for a shorter way."""
+        return self.energies(batch, batch.edges.r)
 
-    @property
-    def rcut(self) -> float:
-        return self.config.descriptor.rcut
-
-    @property
-    def sel(self) -> list[int]:
-        assert isinstance(self.config.descriptor.sel, list)
-        return self.config.descriptor.sel
-
-    def set_table(self, mode: str = "table", tolerance: float | None = None, nodes: int = 64) -> None:
-        self.descriptor.set_table(mode, tolerance, nodes, self.min_nbor_dist)
-
-    def check_table(self) -> str | None:
-        return self.descriptor.check_table()
-
-    def energies(self, batch: Batch, r: Tensor) -> tuple[Tensor, Tensor]:
-        """e_i (N,) and ∂E/∂r_e (E, 3) from the edge vectors r (E, 3)."""
-        D, pull = self.descriptor(batch, r)
-        e, gradient = self.fitting(D, batch)
-        if self.config.atom_exclude_types:
-            keep = self.keep[batch.type]
-            e, gradient = e * keep, gradient * keep[:, None].to(gradient.dtype)
-        return e, pull(gradient)
-
-    def forward(self, batch: Batch, virial: bool = True, atom_virial: bool = False) -> Prediction:
-        """In grad mode the prediction can be differentiated with respect to the parameters."""
-        e, g = self.energies(batch, batch.edges.r)
-        energy = e.new_zeros(batch.nframes).index_add(0, batch.frame, e)
-        out = Prediction(energy, e, AtomsOfEdges.apply(g, batch.edges, len(e)))
-        if virial or atom_virial:
-            of_edges = -(g[:, :, None] * batch.edges.r[:, None, :]).flatten(1)  # (E, 9)
-            out.virial = of_edges.new_zeros(batch.nframes, 9).index_add(0, batch.frame[batch.edges.i], of_edges)
-            if atom_virial:
-                out.atom_virial = of_edges.new_zeros(len(e), 9).index_add(0, batch.edges.j, of_edges)
+    def forward(self, batch: Batch, wanted: Collection[str]) -> dict[str, Tensor]:
+        r = batch.edges.r
+        if DERIVATIVES.isdisjoint(wanted):
+            e, gradient = self.energies_alone(batch), None
+        else:
+            e, gradient = self.energies_and_gradient(batch, r)
+        out = {"energy": e.new_zeros(batch.nframes).index_add(0, batch.frame, e), "atomic energy": e}
+        if gradient is not None and "forces" in wanted:
+            out["forces"] = AtomsOfEdges.apply(gradient, batch.edges, len(e))
+        if gradient is not None and not {"virial", "atomic virial"}.isdisjoint(wanted):
+            of_edges = -(gradient[:, :, None] * r[:, None, :]).flatten(1)  # (E, 9)
+            if "virial" in wanted:
+                out["virial"] = of_edges.new_zeros(batch.nframes, 9).index_add(0, batch.frame[batch.edges.i], of_edges)
+            if "atomic virial" in wanted:  # of the neighbour of each edge
+                out["atomic virial"] = of_edges.new_zeros(len(e), 9).index_add(0, batch.edges.j, of_edges)
         return out
-
-
-MODELS = {"standard": Potential}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from allforce.errors import UserError
-from allforce.train.logs import log
+from allforce.logs import log
 
 if TYPE_CHECKING:
     from allforce.config.schema import Training

@@ -6,14 +6,11 @@ import hashlib
 import socket
 
 import numpy as np
-import torch
 
-from allforce.config.schema import DataConfig, Input, ModelConfig
+from allforce.config.schema import DataConfig, Input
 from allforce.data.cache import Cache, memory_of_host
 from allforce.data.dataset import DataSet
 from allforce.data.discover import open_systems, partition
-from allforce.data.loader import Loader
-from allforce.data.sampler import Sampler
 from allforce.distributed.comm import Comm
 from allforce.distributed.connect import agree
 from allforce.errors import UserError
@@ -73,24 +70,3 @@ def make_cache(memory: float | None, comm: Comm) -> Cache:
     host = socket.gethostname()
     size = memory_of_host() / 4 if memory is None else memory * 2**30
     return Cache(int(size / comm.gather(host).count(host)))
-
-
-def make_loader(
-    dataset: DataSet, sampler: Sampler, model: ModelConfig, comm: Comm, device: torch.device, cache: Cache
-) -> Loader:
-    fitting, sel = model.fitting_net, model.descriptor.sel
-    assert isinstance(sel, list)  # since complete_model
-    return Loader(
-        dataset,
-        sampler,
-        model.descriptor.rcut,
-        sel,
-        comm.rank,
-        comm.size,
-        device,
-        cache,
-        pair_exclude=model.pair_exclude_types,
-        numb_fparam=fitting.numb_fparam,
-        numb_aparam=fitting.numb_aparam,
-        default_fparam=fitting.default_fparam,
-    )

@@ -8,10 +8,10 @@ from datetime import datetime, timedelta
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from allforce.train import logs
+from allforce import logs
+from allforce.logs import log
 from allforce.train.boards import open_boards
 from allforce.train.lcurve import LearningCurve
-from allforce.train.logs import log
 
 if TYPE_CHECKING:
     from allforce.config.schema import Training

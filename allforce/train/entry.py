@@ -12,7 +12,7 @@ from argparse import Namespace
 
 import torch
 
-from allforce import __version__
+from allforce import __version__, logs
 from allforce.config.load import load_input, normalised
 from allforce.distributed import devices
 from allforce.distributed.comm import Comm
@@ -23,8 +23,7 @@ from allforce.distributed.profile import CountedComm
 from allforce.distributed.shared import HostComm
 from allforce.distributed.spawn import report, run_local_workers, worker_count
 from allforce.errors import UserError, file_problem
-from allforce.train import logs
-from allforce.train.logs import CollectHandler, log
+from allforce.logs import CollectHandler, log
 from allforce.train.monitor import Monitor
 from allforce.train.start import Job, Options, prepare
 from allforce.train.trainer import Trainer

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from allforce.distributed.profile import CountedComm
+from allforce.logs import log
 from allforce.trace import DISPLAY, VALIDATION, Tracer
 from allforce.train import summary
-from allforce.train.logs import log
 from allforce.train.summary import RankTimes
 from allforce.train.timeline import LIMIT, Timeline, packed
 

@@ -19,7 +19,7 @@ import psutil
 
 from allforce.config.load import load_input, normalised
 from allforce.errors import UserError
-from allforce.train.logs import log
+from allforce.logs import log
 
 INTERVALS = 5  # of every run, after as many steps to warm up
 BUSY = 0.2  # of the machine's CPUs, before anything has started

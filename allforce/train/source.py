@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from allforce.config.load import validated_config
-from allforce.config.schema import ModelConfig
+from allforce.config.section import Section, is_free
 from allforce.distributed.comm import Comm
 from allforce.errors import UserError
-from allforce.infer.model_file import load_model
-from allforce.models.potential import Potential
-from allforce.train import checkpoint
-from allforce.train.checkpoint import Checkpoint
-from allforce.train.logs import log
+from allforce.files import checkpoint
+from allforce.files.checkpoint import Checkpoint
+from allforce.files.model_file import load_model
+from allforce.logs import log
+from allforce.models import Model
 from allforce.train.state import State, load_weights, model_section
-
-# what may differ from the model that a run begins with: it does not change what the same weights mean
-FREE = {"seed", "trainable", "precision", "type_map", "rcond", "set_davg_zero", "default_fparam", "preset_out_bias"}
 
 
 @dataclass
@@ -46,14 +45,13 @@ class Source:
     """The model that a run begins with. Rank 0 has read it; the others know what it says about itself."""
 
     name: str
-    config: ModelConfig
+    config: Any  # its section `model`
     seed: int | None
-    table_nodes: int | None
-    nearest: float | None
-    model: Potential | None = None
+    nearest: float | None  # Å, the smallest distance in the data that it was trained with
+    model: Model | None = None
     checkpoint: Checkpoint | None = None
 
-    def give(self, state: State, resume: bool) -> None:
+    def load_into(self, state: State, resume: bool) -> None:
         """Weights and statistics to the state, with `resume` also step and optimizer; rank 0 alone has them."""
         nearest = state.model.min_nbor_dist
         if resume and self.checkpoint is not None:
@@ -69,17 +67,17 @@ def read_source(options: Options, comm: Comm) -> Source | None:
         if comm.rank == 0:
             log.info("initialize model from scratch")
         return None
-    model, saved, told = None, None, {}
+    model, saved, facts = None, None, {}
     if comm.rank == 0:
         log.info(f"{'restart' if options.restart else 'initialize'} from model {name}")
         model = load_model(name)
         if options.restart:
             saved = _resumable(name)
-        seed, nodes = (saved.meta.get("seed"), saved.meta.get("table_nodes")) if saved is not None else (None, None)
-        told = {"seed": seed, "nodes": nodes, "model": model_section(model), "nearest": model.min_nbor_dist}
-    told = comm.gather(told)[0]
-    config = validated_config(told["model"], name)
-    return Source(name, config, told["seed"], told["nodes"], told["nearest"], model, saved)
+        seed = saved.meta.get("seed") if saved is not None else None
+        facts = {"seed": seed, "model": model_section(model), "nearest": model.min_nbor_dist}
+    facts = comm.gather(facts)[0]
+    config = validated_config(facts["model"], name)
+    return Source(name, config, facts["seed"], facts["nearest"], model, saved)
 
 
 def _resumable(name: str) -> Checkpoint:
@@ -106,17 +104,23 @@ def shared_seed(seed: int | list[int] | None, source: Source | None, comm: Comm)
     return int(np.random.SeedSequence(seed).generate_state(1)[0]) if isinstance(seed, list) else seed
 
 
-def compare(config: ModelConfig, source: Source, strict: bool) -> None:
+def compare(config: Section, source: Source, strict: bool) -> None:
     """Another cutoff, sel, activation, … than the weights were trained with: an error on restart, else a warning."""
-    for part in ("descriptor", "fitting_net", ""):
-        new, old = (getattr(c, part) if part else c for c in (config, source.config))
-        for key in type(new).model_fields:
-            mine, theirs = getattr(new, key), getattr(old, key)
-            free = key in FREE or key.startswith("data_") or (key == "sel" and isinstance(mine, str))
-            if free or key in ("descriptor", "fitting_net") or mine == theirs:
-                continue
-            where = "/".join(x for x in ("model", part, key) if x)
-            text = f"{where} is {mine}, but {source.name} was trained with {theirs}"
-            if strict:
-                raise UserError(f"{text}. A restart continues the same model: use that value, or --init-model.")
-            log.warning(text)
+    for where, new, old in differences(config, source.config, "model"):
+        text = f"{where} is {new}, but {source.name} was trained with {old}"
+        if strict:
+            raise UserError(f"{text}. A restart continues the same model: use that value, or --init-model.")
+        log.warning(text)
+
+
+def differences(new: Section, old: Section, path: str) -> Iterator[tuple[str, Any, Any]]:
+    """(path, value, value) of the keys in which two sections differ, those left out that may differ."""
+    if type(new) is not type(old):
+        yield f"{path}/type", getattr(new, "type", None), getattr(old, "type", None)
+        return
+    for key, field in type(new).model_fields.items():
+        a, b = getattr(new, key), getattr(old, key)
+        if isinstance(a, Section) and isinstance(b, Section):
+            yield from differences(a, b, f"{path}/{key}")
+        elif a != b and not is_free(field):
+            yield f"{path}/{key}", a, b

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from allforce.config.load import normalised
 from allforce.config.schema import Input
@@ -18,12 +19,12 @@ from allforce.data.loader import Loader
 from allforce.data.sampler import Sampler, make_sampler, stride
 from allforce.distributed.comm import Comm
 from allforce.errors import UserError
-from allforce.loss import Loss
-from allforce.models.potential import MODELS, Prediction
+from allforce.logs import log
+from allforce.losses import LOSSES, Loss
+from allforce.models import MODELS, Model
 from allforce.schedule import Schedule
-from allforce.train.build import change_bias, complete_model, set_statistics, set_table, table_nodes
-from allforce.train.datasets import make_cache, make_loader, open_data
-from allforce.train.logs import log
+from allforce.train.build import change_bias, complete_model, set_statistics
+from allforce.train.datasets import make_cache, open_data
 from allforce.train.source import Options, Source, read_source, run_name, shared_seed
 from allforce.train.state import State
 
@@ -53,8 +54,8 @@ class Job:
         config = self.input.training
         return Path(config.save_dir or ".") / config.save_ckpt
 
-    def predict(self, batch: Batch) -> Prediction:
-        return self.state.model(batch, virial="v" in self.loss.terms)
+    def predict(self, batch: Batch) -> dict[str, Tensor]:
+        return self.state.model(batch, self.loss.wanted)
 
     def place(self, step: int) -> tuple[int, int]:
         """Number of this worker's first micro-batch of a step in its sampler's order, and the distance to its next."""
@@ -69,8 +70,7 @@ class Job:
 
     def meta(self) -> dict[str, Any]:
         """What a checkpoint says besides its tensors."""
-        nodes = table_nodes(self.state.model)
-        return {"run": self.run, "seed": self.seed, "table_nodes": nodes, "input": normalised(self.input)}
+        return {"run": self.run, "seed": self.seed, "input": normalised(self.input)}
 
 
 def prepare(input: Input, comm: Comm, options: Options, device: torch.device) -> Job:
@@ -78,8 +78,8 @@ def prepare(input: Input, comm: Comm, options: Options, device: torch.device) ->
     source = read_source(options, comm)
     training, validation = open_data(input, source, comm)
     split = input.training.sharding != "partition"
-    model, nearest = complete_model(input.model, training, options, source, comm, split)
-    input = input.model_copy(update={"model": model})
+    section, nearest = complete_model(input.model, training, options, source, comm, split)
+    input = input.model_copy(update={"model": section})
     complete, (input, numb_steps) = normalised(input), scaled_steps(input, training, comm)
     seed = shared_seed(input.training.seed, source, comm)
     if comm.rank == 0:
@@ -87,16 +87,19 @@ def prepare(input: Input, comm: Comm, options: Options, device: torch.device) ->
             log.info(line)
         Path(options.output).write_text(json.dumps(complete, indent=4, ensure_ascii=False) + "\n")
         (Path(input.training.save_dir or ".") / input.training.save_ckpt).parent.mkdir(parents=True, exist_ok=True)
-    loss = Loss(input.loss, input.learning_rate.start_lr)
+    loss = LOSSES[input.loss.type](input.loss, input.learning_rate.start_lr)
     check_labels(training, loss, comm, split)
-    schedule = Schedule(input.learning_rate, numb_steps, comm.size, input.loss.schedule)
+    schedule = Schedule(input.learning_rate, numb_steps, comm.size, getattr(input.loss, "schedule", "lr"))
     sampler = make_sampler(training, seed, input.training.sharding, comm.rank)
+    model = MODELS[section.type](section)
+    model.min_nbor_dist = nearest
+    check_outputs(model, loss, input)
     cache = make_cache(input.training.cache_memory, comm)
-    loader = make_loader(training, sampler, model, comm, device, cache)
-    state = initial_state(input, loader, loss, source, options, nearest, comm)
+    loader = Loader(training, sampler, model.needs, device, cache)
+    state = initial_state(model, input, loader, loss, source, options, comm)
     held_out = None
     if validation is not None:
-        held_out = make_loader(validation, Sampler(validation, seed ^ VALIDATION), model, comm, device, cache)
+        held_out = Loader(validation, Sampler(validation, seed ^ VALIDATION), model.needs, device, cache)
     run, restarted = run_name(source), options.restart is not None
     return Job(input, state, loss, schedule, loader, held_out, numb_steps, seed, run, restarted, comm)
 
@@ -121,25 +124,33 @@ def check_labels(training: DataSet, loss: Loss, comm: Comm, split: bool) -> None
         )
 
 
+def check_outputs(model: Model, loss: Loss, input: Input) -> None:
+    """The model can predict what the loss looks at."""
+    missing = [name for name in loss.wanted if name not in model.outputs]
+    if missing:
+        raise UserError(
+            f"loss/type {input.loss.type!r} looks at {', '.join(missing)}; the model predicts "
+            f"{', '.join(model.outputs)}. Choose the loss that belongs to the model."
+        )
+
+
 def initial_state(
-    input: Input, loader: Loader, loss: Loss, source: Source | None, options: Options, nearest: float | None, comm: Comm
+    model: Model, input: Input, loader: Loader, loss: Loss, source: Source | None, options: Options, comm: Comm
 ) -> State:
     """The model from scratch with statistics of the data, or as its source has it; rank 0's on all workers."""
     config = input.training
-    potential = MODELS[input.model.type](input.model)
-    potential.min_nbor_dist = nearest
     if source is None:
-        set_statistics(potential, loader, input, comm)
-    potential.to(loader.device)
+        set_statistics(model, loader, input, comm)
+    model.to(loader.device)
     state = State(
-        potential, input.optimizer, 2 * len(loss.names), config.gradient_precision, comm, config.zero_stage, config.ema
+        model, input.optimizer, 2 * len(loss.names), config.gradient_precision, comm, config.zero_stage, config.ema
     )
     if source is not None:
-        source.give(state, resume=options.restart is not None)
+        source.load_into(state, resume=options.restart is not None)
     state.broadcast(comm)
-    set_table(potential, input, source.table_nodes if source is not None and options.restart else None)
+    model.prepare(config.table)
     if options.finetune:
-        change_bias(potential, loader, input.model.data_bias_nsample, comm, config.sharding != "partition")
+        change_bias(model, loader, input.model.data_bias_nsample, comm, config.sharding != "partition")
     return state
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from allforce.config.section import Section
 from allforce.distributed.comm import Comm
 from allforce.errors import UserError
-from allforce.models.potential import Potential
+from allforce.files.checkpoint import AVERAGE, Checkpoint
+from allforce.models import Model
 from allforce.optim import OPTIMIZERS
 from allforce.train.average import Average
-from allforce.train.checkpoint import AVERAGE, Checkpoint
 from allforce.train.flat import FlatParameters
 
 
@@ -23,7 +23,7 @@ class State:
 
     def __init__(
         self,
-        model: Potential,
+        model: Model,
         config: Section,
         n_sums: int,
         precision: str | None,
@@ -100,20 +100,20 @@ class State:
             )
 
     def _numbers(self) -> dict[str, Any]:
-        return {"step": self.step, **self.optimizer.numbers(), "min_nbor_dist": self.model.min_nbor_dist}
+        return {"step": self.step, **self.optimizer.numbers(), "model_numbers": self.model.numbers()}
 
     def _set_numbers(self, numbers: dict[str, Any]) -> None:
         self.step = int(numbers["step"])
-        self.model.min_nbor_dist = numbers["min_nbor_dist"]
+        self.model.set_numbers(numbers["model_numbers"])
         self.optimizer.set_numbers(numbers)
 
 
-def model_section(model: Potential) -> dict[str, Any]:
+def model_section(model: Model) -> dict[str, Any]:
     """The model's section of the input, complete enough to build it again."""
     return model.config.model_dump(mode="json")
 
 
-def load_weights(model: Potential, weights: dict[str, Tensor], source: str) -> None:
+def load_weights(model: Model, weights: dict[str, Tensor], source: str) -> None:
     """Parameters and statistics by name; what does not fit is a UserError that names the first difference."""
     own = model.state_dict()
     for name in sorted(own.keys() | weights.keys()):

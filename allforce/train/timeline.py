@@ -16,7 +16,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from allforce.train.logs import log
+from allforce.logs import log
 
 LIMIT = 2_000_000  # events of all ranks: a browser shows not many more
 Event = tuple[str, str, float, float]  # thread, name, begin, end (s)

@@ -14,11 +14,11 @@ from torch import Tensor
 from allforce.data.batch import Batch
 from allforce.distributed.comm import Comm
 from allforce.errors import UserError
+from allforce.files import checkpoint
+from allforce.logs import CollectHandler, log
 from allforce.trace import BACKWARD, CHECKPOINT, DATA, DISPLAY, FORWARD, OPTIMIZER, VALIDATION, phase
-from allforce.train import checkpoint
 from allforce.train.build import change_bias
 from allforce.train.display import Display
-from allforce.train.logs import CollectHandler, log
 from allforce.train.monitor import Monitor
 from allforce.train.start import Job
 
@@ -55,7 +55,7 @@ class Trainer:
         try:
             while (step := self.state.step) < self.last:
                 if self.shows(step):
-                    self.check_table()
+                    self.refresh()
                 self.gradients(step)
                 self.record(step)
                 if self.shows(step):
@@ -172,9 +172,9 @@ class Trainer:
         with torch.no_grad():
             return self.loss(self.job.predict(batch), batch, lr)[1]
 
-    def check_table(self) -> None:
-        """More nodes for the embedding table when its error asks for them; equal weights decide alike everywhere."""
-        line = self.model.check_table()
+    def refresh(self) -> None:
+        """What the model does now and then, such as more nodes for its table; equal weights decide alike everywhere."""
+        line = self.model.refresh()
         if line and self.comm.rank == 0:
             log.info(line)
 
@@ -189,7 +189,7 @@ class Trainer:
         """The last row: the weights after the last update on the next micro-batches, without an update."""
         step = self.state.step
         if step > self.first:
-            self.check_table()
+            self.refresh()
             lr = self.schedule.loss_lr(step)
             self.seen.clear()
             sums = torch.zeros_like(self.flat.sums)

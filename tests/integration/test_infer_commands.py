@@ -12,20 +12,20 @@ import pytest
 import torch
 from ase import Atoms
 
+from allforce import logs
 from allforce.cli import main
-from allforce.config.schema import ModelConfig
-from allforce.infer.container import read_tree, write_tree
-from allforce.infer.model_file import load_model, observed_types, save_model
+from allforce.files import checkpoint
+from allforce.files.checkpoint import Checkpoint
+from allforce.files.container import read_tree, write_tree
+from allforce.files.model_file import load_model, observed_types, save_model
 from allforce.infer.predict import DeepPot
-from allforce.models.potential import Potential
-from allforce.train import checkpoint, logs
-from allforce.train.checkpoint import Checkpoint
+from allforce.models.standard import StandardConfig, StandardModel
 
 EDGE, N = 6.0, 8
 TYPES = [1, 0, 1, 0, 1, 1, 0, 1]  # not sorted
 
 
-def make(seed: int = 1) -> Potential:
+def make(seed: int = 1) -> StandardModel:
     section = {
         "type_map": ["O", "H"],
         "descriptor": {
@@ -39,7 +39,7 @@ def make(seed: int = 1) -> Potential:
         | {"axis_neuron": 3},
         "fitting_net": {"neuron": [8, 8], "seed": seed + 1},
     }
-    potential = Potential(ModelConfig.model_validate(section))
+    potential = StandardModel(StandardConfig.model_validate(section))
     with torch.no_grad():
         potential.descriptor.davg[:, 0] = torch.tensor([0.11, 0.07])
         potential.descriptor.dstd.copy_(torch.tensor([[0.2, 0.1, 0.1, 0.1], [0.3, 0.15, 0.15, 0.15]]))

@@ -11,8 +11,8 @@ import time
 import pytest
 from tiny import ROOT, dp, rows, write_data, write_input
 
+from allforce import logs
 from allforce.cli import main
-from allforce.train import logs
 
 STEP = {"data wait", "forward", "moments", "backward", "communication", "optimizer"}
 

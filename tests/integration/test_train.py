@@ -12,9 +12,10 @@ import torch
 from ase import Atoms
 from tiny import dp, rows, write_data, write_input
 
+from allforce import logs
 from allforce.cli import main
-from allforce.infer.model_file import load_model
-from allforce.train import checkpoint, logs
+from allforce.files import checkpoint
+from allforce.files.model_file import load_model
 
 
 @pytest.fixture

@@ -7,8 +7,9 @@ import pytest
 import torch
 from tiny import dp, rows, write_data, write_input
 
+from allforce import logs
 from allforce.cli import main
-from allforce.train import checkpoint, logs
+from allforce.files import checkpoint
 
 
 @pytest.fixture

@@ -16,10 +16,9 @@ import numpy as np
 import pytest
 import torch
 
-from allforce.config.schema import ModelConfig
-from allforce.infer.model_file import load_model, save_model
+from allforce.files.model_file import load_model, save_model
 from allforce.infer.predict import DeepPot
-from allforce.models.potential import Potential
+from allforce.models.standard import StandardConfig, StandardModel
 
 HERE = Path(__file__).parent
 PEER = Path(os.environ.get("ALLFORCE_DEEPMD_PYTHON", HERE.parents[1] / ".peers" / "tf" / "bin" / "python"))
@@ -64,10 +63,10 @@ CASES = {
 }
 
 
-def potential(case: Case, seed: int) -> Potential:
+def potential(case: Case, seed: int) -> StandardModel:
     """Random weights, statistics and biases; sel far above what the structures need."""
     nt = len(case.natoms)
-    config = ModelConfig.model_validate(
+    config = StandardConfig.model_validate(
         {
             "type_map": ["O", "H", "Na"][:nt],
             "descriptor": {
@@ -77,7 +76,7 @@ def potential(case: Case, seed: int) -> Potential:
             "fitting_net": {"neuron": [20, 20, 20], "precision": "float64", "seed": seed + 1, **case.fitting},
         }
     )  # fmt: skip
-    model = Potential(config)
+    model = StandardModel(config)
     rng = np.random.default_rng(seed)
     with torch.no_grad():
         model.descriptor.davg[:, 0] = torch.from_numpy(case.davg * rng.uniform(0.5, 1.0, nt))

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from allforce.config.schema import ModelConfig
-from allforce.models.potential import Potential
+from allforce.models.standard import StandardConfig, StandardModel
+from allforce.models.table import TableConfig
 
 TYPES = ["O", "H", "C"]
 
@@ -19,9 +19,9 @@ def small_model(
     ntypes: int = 2,
     mode: str = "table",
     nodes: int = 256,
-) -> Potential:
+) -> StandardModel:
     """se_e2_a with narrow nets; davg and dstd are set as data would set them."""
-    config = ModelConfig.model_validate(
+    config = StandardConfig.model_validate(
         {
             "type_map": TYPES[:ntypes],
             "descriptor": {
@@ -32,7 +32,7 @@ def small_model(
             **(model or {}),
         }
     )  # fmt: skip
-    potential = Potential(config)
+    potential = StandardModel(config)
     rng = torch.Generator().manual_seed(7)
     d = potential.descriptor
     if not config.descriptor.set_davg_zero:
@@ -41,5 +41,5 @@ def small_model(
     d.dstd[:, 1:] = 0.09 + 0.03 * torch.rand(ntypes, 1, generator=rng, dtype=torch.float64)
     potential.fitting.bias_atom_e[:] = torch.linspace(-3.0, -1.0, ntypes, dtype=torch.float64)
     potential.min_nbor_dist = 0.8
-    potential.set_table(mode, nodes=nodes)
+    potential.prepare(TableConfig(mode=mode, nodes=nodes))
     return potential

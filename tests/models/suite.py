@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from allforce.data.batch import Batch, Frame
 from allforce.data.loader import collate
-from allforce.models.potential import Potential, Prediction
-from allforce.neighbors import limit_to_sel, neighbor_list
+from allforce.data.prepare import Preparation
+from allforce.models.model import per_atom
+from allforce.models.potential import Potential
+from allforce.neighbors import neighbor_list
 
 # Named tolerances. Forces by central differences of step h = 1e-5 are good to about h² = 1e-10 of their size.
 FINITE_DIFFERENCE = 2e-8
@@ -38,24 +43,22 @@ def structure(seed: int = 0, natoms: int = 9, ntypes: int = 2, cell: np.ndarray 
 
 
 def batch_of(model: Potential, *frames: Frame) -> Batch:
-    edges = []
-    for f in frames:
-        i, j, r = neighbor_list(f.coord, f.cell, model.rcut)
-        edges.append(limit_to_sel(i, j, r, f.type, model.sel)[:3])
-    return collate(list(frames), edges, len(model.type_map))
+    prepare = Preparation(model.needs)
+    parts = [prepare(f, "a frame") for f in frames]
+    return collate([f for f, _ in parts], [pairs for _, pairs in parts], len(model.type_map))
 
 
-def evaluate(model: Potential, *frames: Frame, atom_virial: bool = False) -> Prediction:
-    """Results in the order of the frames' atoms."""
+ALL = ("energy", "forces", "virial", "atomic energy")
+
+
+def evaluate(model: Potential, *frames: Frame, wanted: tuple[str, ...] = ALL) -> SimpleNamespace:
+    """Results in the order of the frames' atoms, by names without blanks: energy, forces, atomic_energy, …"""
     batch = batch_of(model, *frames)
     with torch.no_grad():
-        p = model(batch, atom_virial=atom_virial)
+        p = model(batch, wanted)
     back = torch.empty_like(batch.order)
     back[batch.order] = torch.arange(len(back))
-    p.force, p.atom_energy = p.force[back], p.atom_energy[back]
-    if p.atom_virial is not None:
-        p.atom_virial = p.atom_virial[back]
-    return p
+    return SimpleNamespace(**{k.replace(" ", "_"): v[back] if per_atom(k) else v for k, v in p.items()})
 
 
 def energy(model: Potential, frame: Frame, coord: np.ndarray | None = None, cell: np.ndarray | None = None) -> float:
@@ -84,17 +87,15 @@ class ModelSuite:
     def frame(self, model: Potential, seed: int = 0, cell: str = "cubic", natoms: int = 9) -> Frame:
         f = structure(seed, natoms, len(model.type_map), CELLS[cell])
         rng = np.random.default_rng(seed + 1000)
-        f.fparam = (
-            rng.normal(size=model.config.fitting_net.numb_fparam) if model.config.fitting_net.numb_fparam else None
-        )
-        n = model.config.fitting_net.numb_aparam
+        f.fparam = rng.normal(size=model.needs.numb_fparam) if model.needs.numb_fparam else None
+        n = model.needs.numb_aparam
         f.aparam = rng.normal(size=(natoms, n)) if n else None
         return f
 
     @pytest.mark.parametrize("cell", CELLS)
     def test_forces_are_minus_the_gradient(self, model, cell):
         f, h = self.frame(model, 1, cell), 1e-5
-        forces = evaluate(model, f).force
+        forces = evaluate(model, f).forces
         for atom, c in ((0, 0), (4, 1), (8, 2)):
             step = np.zeros_like(f.coord)
             step[atom, c] = h
@@ -118,10 +119,10 @@ class ModelSuite:
 
     def test_parts_add_up(self, model):
         f = self.frame(model, 3)
-        p = evaluate(model, f, atom_virial=True)
-        torch.testing.assert_close(p.atom_energy.sum(), p.energy[0], rtol=SAME, atol=SAME)
-        torch.testing.assert_close(p.atom_virial.sum(0), p.virial[0], rtol=SAME, atol=SAME)
-        assert p.force.sum(0).abs().max() < SYMMETRY
+        p = evaluate(model, f, wanted=(*ALL, "atomic virial"))
+        torch.testing.assert_close(p.atomic_energy.sum(), p.energy[0], rtol=SAME, atol=SAME)
+        torch.testing.assert_close(p.atomic_virial.sum(0), p.virial[0], rtol=SAME, atol=SAME)
+        assert p.forces.sum(0).abs().max() < SYMMETRY
 
     def test_translation_and_wrapping(self, model):
         f = self.frame(model, 4, "triclinic")
@@ -129,7 +130,7 @@ class ModelSuite:
         moved = Frame(f.coord + [0.3, -8.1, 2.2] + f.cell[1] * 3, f.type, f.cell, fparam=f.fparam, aparam=f.aparam)
         q = evaluate(model, moved)
         torch.testing.assert_close(p.energy, q.energy, rtol=0, atol=SYMMETRY)
-        torch.testing.assert_close(p.force, q.force, rtol=0, atol=SYMMETRY)
+        torch.testing.assert_close(p.forces, q.forces, rtol=0, atol=SYMMETRY)
 
     def test_rotation(self, model):
         f = self.frame(model, 5, "triclinic")
@@ -138,7 +139,7 @@ class ModelSuite:
         q = evaluate(model, Frame(f.coord @ Q.T, f.type, f.cell @ Q.T, fparam=f.fparam, aparam=f.aparam))
         Q = torch.from_numpy(Q)
         torch.testing.assert_close(p.energy, q.energy, rtol=0, atol=SYMMETRY)
-        torch.testing.assert_close(p.force @ Q.T, q.force, rtol=0, atol=SYMMETRY)
+        torch.testing.assert_close(p.forces @ Q.T, q.forces, rtol=0, atol=SYMMETRY)
         torch.testing.assert_close(Q @ p.virial.view(3, 3) @ Q.T, q.virial.view(3, 3), rtol=0, atol=SYMMETRY)
 
     def test_permutation(self, model):
@@ -148,25 +149,25 @@ class ModelSuite:
         aparam = None if f.aparam is None else f.aparam[order]
         q = evaluate(model, Frame(f.coord[order], f.type[order], f.cell, fparam=f.fparam, aparam=aparam))
         torch.testing.assert_close(p.energy, q.energy, rtol=0, atol=SYMMETRY)
-        torch.testing.assert_close(p.force[order], q.force, rtol=0, atol=SYMMETRY)
-        torch.testing.assert_close(p.atom_energy[order], q.atom_energy, rtol=0, atol=SYMMETRY)
+        torch.testing.assert_close(p.forces[order], q.forces, rtol=0, atol=SYMMETRY)
+        torch.testing.assert_close(p.atomic_energy[order], q.atomic_energy, rtol=0, atol=SYMMETRY)
 
     def test_smooth_cutoff(self, model):
         """Energy and force go to a limit when a neighbour comes in through rcut: no jump."""
         d = 1e-7
-        fp = None if not model.config.fitting_net.numb_fparam else np.zeros(model.config.fitting_net.numb_fparam)
-        ap = None if not model.config.fitting_net.numb_aparam else np.zeros((2, model.config.fitting_net.numb_aparam))
+        fp = None if not model.needs.numb_fparam else np.zeros(model.needs.numb_fparam)
+        ap = None if not model.needs.numb_aparam else np.zeros((2, model.needs.numb_aparam))
 
-        def pair(distance: float) -> Prediction:
+        def pair(distance: float) -> SimpleNamespace:
             return evaluate(
                 model, Frame(np.array([[0, 0, 0], [distance, 0, 0.0]]), np.array([0, 0]), None, fparam=fp, aparam=ap)
             )
 
-        inside, outside = pair(model.rcut - d), pair(model.rcut + d)
+        inside, outside = pair(model.needs.limit.rcut - d), pair(model.needs.limit.rcut + d)
         assert abs(float(inside.energy - outside.energy)) < 1e-9
-        assert inside.force.abs().max() < 1e-9
-        assert outside.force.abs().max() == 0.0
-        assert pair(0.6 * model.rcut).force.abs().max() > 1e-6
+        assert inside.forces.abs().max() < 1e-9
+        assert outside.forces.abs().max() == 0.0
+        assert pair(0.6 * model.needs.limit.rcut).forces.abs().max() > 1e-6
 
     def test_batch_equals_single(self, model):
         frames = [
@@ -177,13 +178,13 @@ class ModelSuite:
         together = evaluate(model, *frames)
         apart = [evaluate(model, f) for f in frames]
         torch.testing.assert_close(together.energy, torch.cat([p.energy for p in apart]), rtol=0, atol=SYMMETRY)
-        torch.testing.assert_close(together.force, torch.cat([p.force for p in apart]), rtol=0, atol=SYMMETRY)
+        torch.testing.assert_close(together.forces, torch.cat([p.forces for p in apart]), rtol=0, atol=SYMMETRY)
         torch.testing.assert_close(together.virial, torch.cat([p.virial for p in apart]), rtol=0, atol=SYMMETRY)
 
     def test_one_atom(self, model):
         f = self.frame(model, 10, "none", 1)
         p = evaluate(model, f)
-        assert torch.isfinite(p.energy).all() and (p.force == 0).all() and (p.virial == 0).all()
+        assert torch.isfinite(p.energy).all() and (p.forces == 0).all() and (p.virial == 0).all()
 
     def test_parameter_gradient(self, model):
         """The derivative of a loss on energy, forces and virial against finite differences in each parameter tensor."""
@@ -192,8 +193,8 @@ class ModelSuite:
         e0, f0, v0 = (torch.randn(n, generator=rng, dtype=torch.float64) for n in ((2,), (16, 3), (2, 9)))
 
         def loss() -> torch.Tensor:
-            p = model(batch)
-            return ((p.energy / 8 - e0) ** 2).mean() + ((p.force - f0) ** 2).mean() + ((p.virial - v0) ** 2).mean()
+            e, f, v = (model(batch, ALL)[name] for name in ("energy", "forces", "virial"))
+            return ((e / 8 - e0) ** 2).mean() + ((f - f0) ** 2).mean() + ((v - v0) ** 2).mean()
 
         parameters = [p for p in model.parameters() if p.requires_grad]
         gradients = torch.autograd.grad(loss(), parameters)
@@ -217,8 +218,31 @@ class ModelSuite:
         parameters = [p for p in model.parameters() if p.requires_grad]
 
         def gradient(*frames: Frame) -> torch.Tensor:
-            p = model(batch_of(model, *frames))
-            loss = (p.energy**2).sum() + (p.force**2).sum() + (p.virial**2).sum()
+            p = model(batch_of(model, *frames), ALL)
+            loss = sum((p[name] ** 2).sum() for name in ("energy", "forces", "virial"))
             return torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
 
         torch.testing.assert_close(gradient(mixed, pure), gradient(mixed) + gradient(pure), rtol=1e-10, atol=1e-10)
+
+    def test_written_by_hand_or_by_autograd(self, model):
+        """A gradient with respect to the edges that a model writes itself is that of its equation, to rounding.
+
+        So are the derivatives of a loss on it. A model that writes none compares equal numbers.
+        """
+        batch = batch_of(model, self.frame(model, 15), self.frame(model, 16, "triclinic", 7))
+        weight = torch.randn(batch.edges.r.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        found = []
+        for way in (model.energies_and_gradient, partial(Potential.energies_and_gradient, model)):
+            e, g = way(batch, batch.edges.r)
+            gradient = torch.autograd.grad((e**2).sum() + (weight * g).sum(), parameters)
+            found.append((e, g, torch.cat([x.flatten() for x in gradient])))
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10 * float(b.detach().abs().max()))
+
+    def test_energies_alone(self, model):
+        """Nothing else is computed when nothing else is asked for, and the energies are the same."""
+        f = self.frame(model, 17)
+        alone = evaluate(model, f, wanted=("energy",))
+        assert not hasattr(alone, "forces") and not hasattr(alone, "virial")
+        torch.testing.assert_close(alone.energy, evaluate(model, f).energy, rtol=0, atol=SYMMETRY)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from suite import batch_of, structure
 
+from allforce.data.prepare import Limit, Needs
 from allforce.models import kernels
 from allforce.models.envmat import environment, switch
 from allforce.models.moments import Geometry, TablePull, TableSum
@@ -17,7 +18,7 @@ RS, RC, P, CLOSE = 0.5, 4.0, 0.02, 1.0
 class Seen:
     """As much of a model as the neighbours need."""
 
-    rcut, sel, type_map = RC, [90, 90, 90], ["A", "B", "C"]
+    needs, type_map = Needs(3, Limit(RC, [90, 90, 90])), ["A", "B", "C"]
 
 
 def geometry(row: str, group: list[int] | None) -> Geometry:

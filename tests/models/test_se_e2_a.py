@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 from make import small_model
-from suite import CELLS, ModelSuite, batch_of, evaluate, structure
+from suite import ALL, CELLS, ModelSuite, batch_of, evaluate, structure
 
 from allforce.data.batch import Frame
 from allforce.models import kernels, moments
-from allforce.models.potential import Potential
+from allforce.models.standard import StandardModel
 
 
 class TestTable(ModelSuite):
@@ -56,7 +56,7 @@ class TestGelu(ModelSuite):
     make = staticmethod(lambda: small_model({"activation_function": "gelu"}, {"activation_function": "sigmoid"}))
 
 
-def dense_energy(model: Potential, frame: Frame) -> float:
+def dense_energy(model: StandardModel, frame: Frame) -> float:
     """The formulas slot by slot in plain numpy: sorted slots per type, empty ones filled with −davg/dstd."""
     c, d = model.config, model.descriptor
     s = c.descriptor
@@ -121,9 +121,9 @@ def test_eager_and_compiled_agree(options, monkeypatch):
     batch = batch_of(model, structure(0), structure(1, 5, 2, CELLS["triclinic"]))
 
     def run() -> list[torch.Tensor]:
-        p = model(batch)
-        loss = (p.energy**2).mean() + (p.force**2).mean() + (p.virial**2).mean()
-        return [p.energy, p.force, p.virial, *torch.autograd.grad(loss, list(model.parameters()))]
+        values = [model(batch, ALL)[name] for name in ("energy", "forces", "virial")]
+        loss = sum((x**2).mean() for x in values)
+        return [*values, *torch.autograd.grad(loss, list(model.parameters()))]
 
     compiled = run()
     monkeypatch.setenv(kernels.SWITCH, "torch")
@@ -140,9 +140,9 @@ def test_moments_in_pieces(one_side, backend, monkeypatch):
     monkeypatch.setenv(kernels.SWITCH, backend)
 
     def run() -> list[torch.Tensor]:
-        p = model(batch)
-        loss = (p.energy**2).mean() + (p.force**2).mean()
-        return [p.energy, p.force, *torch.autograd.grad(loss, list(model.parameters()))]
+        values = [model(batch, ALL)[name] for name in ("energy", "forces")]
+        loss = sum((x**2).mean() for x in values)
+        return [*values, *torch.autograd.grad(loss, list(model.parameters()))]
 
     whole = run()
     monkeypatch.setattr(moments, "MOMENTS_BYTES", 1)
@@ -156,7 +156,7 @@ def test_table_follows_exact(one_side):
     frame = structure(5)
     a, b = evaluate(model, frame), evaluate(exact, frame)
     torch.testing.assert_close(a.energy, b.energy, rtol=0, atol=1e-8)
-    torch.testing.assert_close(a.force, b.force, rtol=0, atol=1e-7)
+    torch.testing.assert_close(a.forces, b.forces, rtol=0, atol=1e-7)
 
 
 def test_close_neighbours_are_exact():
@@ -169,7 +169,7 @@ def test_close_neighbours_are_exact():
     assert np.linalg.norm(near[1] - near[0]) < model.descriptor.r_close
     a, b = evaluate(model, frame), evaluate(exact, frame)
     torch.testing.assert_close(a.energy, b.energy, rtol=0, atol=1e-8)
-    torch.testing.assert_close(a.force, b.force, rtol=1e-8, atol=1e-7)
+    torch.testing.assert_close(a.forces, b.forces, rtol=1e-8, atol=1e-7)
 
 
 def test_table_grows_when_the_nets_become_rough():
@@ -178,30 +178,31 @@ def test_table_grows_when_the_nets_become_rough():
         for net in model.descriptor.nets:
             for layer in net.layers:
                 layer.w *= 3.0
-    before = model.descriptor.table_error()
-    message = model.check_table()
-    assert before > model.descriptor.tolerance >= model.descriptor.table_error()
-    assert message is not None and "16 nodes" in message and str(model.descriptor.grid.K) in message
-    assert model.check_table() is None
+    table, nets = model.descriptor.table, model.descriptor.nets
+    before = table.error(nets)
+    message = model.refresh()
+    assert before > table.tolerance >= table.error(nets)
+    assert message is not None and "16 nodes" in message and str(table.K) in message
+    assert model.refresh() is None
 
 
 def test_a_net_with_kinks_is_exact():
     model = small_model({"activation_function": "relu"})
-    assert model.descriptor.grid is None
+    assert model.descriptor.table.grid is None
     frame = structure(2)
     h, step = 1e-6, np.zeros((9, 3))
     step[3, 1] = h
     up, down = (evaluate(model, Frame(frame.coord + s * step, frame.type, frame.cell)).energy[0] for s in (1, -1))
-    assert float(evaluate(model, frame).force[3, 1]) == pytest.approx(-float(up - down) / (2 * h), abs=1e-6)
+    assert float(evaluate(model, frame).forces[3, 1]) == pytest.approx(-float(up - down) / (2 * h), abs=1e-6)
 
 
 def test_float32_is_close_to_float64():
     f32, f64 = (small_model({"precision": p}, {"precision": p}, nodes=64) for p in ("float32", "float64"))
     frame = structure(4)
     a, b = evaluate(f32, frame), evaluate(f64, frame)
-    assert a.force.dtype == torch.float64 and next(f32.parameters()).dtype == torch.float32
+    assert a.forces.dtype == torch.float64 and next(f32.parameters()).dtype == torch.float32
     torch.testing.assert_close(a.energy, b.energy, rtol=0, atol=1e-4)
-    torch.testing.assert_close(a.force, b.force, rtol=0, atol=1e-4)
+    torch.testing.assert_close(a.forces, b.forces, rtol=0, atol=1e-4)
 
 
 def test_an_atom_in_vacuum_has_the_given_energy():
@@ -216,8 +217,8 @@ def test_trainable_flags():
     assert not any(p.requires_grad for p in model.descriptor.parameters())
     flags = [[p.requires_grad for p in layer.parameters()] for layer in model.fitting.nets[0].layers]
     assert all(flags[0]) and not any(flags[1]) and all(flags[2])
-    p = model(batch_of(model, structure(0)))
-    (p.force**2).sum().backward()
+    p = model(batch_of(model, structure(0)), ("forces",))
+    (p["forces"] ** 2).sum().backward()
     assert model.fitting.nets[0].layers[0].w.grad is not None
 
 
@@ -233,6 +234,6 @@ def test_seed_fixes_the_nets():
 def test_gpu_equals_cpu(precision):
     model = small_model({"precision": precision}, {"precision": precision})
     batch = batch_of(model, structure(0), structure(1))
-    cpu = model(batch)
-    gpu = model.to("cuda")(batch.to("cuda"))
-    torch.testing.assert_close(gpu.force.cpu(), cpu.force, rtol=1e-5, atol=1e-5)
+    cpu = model(batch, ALL)["forces"]
+    gpu = model.to("cuda")(batch.to("cuda"), ALL)["forces"]
+    torch.testing.assert_close(gpu.cpu(), cpu, rtol=1e-5, atol=1e-5)

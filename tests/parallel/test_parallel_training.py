@@ -15,7 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
 from tiny import dp, write_data, write_input  # noqa: E402
 
-from allforce.train import checkpoint  # noqa: E402
+from allforce.files import checkpoint  # noqa: E402
 
 TRAINING = {"numb_steps": 100, "disp_freq": 50, "save_freq": 1, "max_ckpt_keep": 100}
 STEPS = {f"training__{key}": value for key, value in TRAINING.items()}

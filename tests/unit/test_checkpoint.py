@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from allforce.errors import UserError
-from allforce.train import checkpoint
-from allforce.train.checkpoint import Checkpoint
+from allforce.files import checkpoint
+from allforce.files.checkpoint import Checkpoint
 
 
 def make(step: int, run: str = "ours") -> Checkpoint:

@@ -5,9 +5,8 @@ import sys
 
 import pytest
 
-from allforce import __version__, cli
+from allforce import __version__, cli, logs
 from allforce.errors import UserError
-from allforce.train import logs
 from allforce.train.entry import without_workers
 
 

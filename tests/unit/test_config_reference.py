@@ -61,8 +61,8 @@ def test_json_schema() -> None:
     assert training["properties"]["stop_batch"]["description"] == "Another name of numb_steps."
     assert training["properties"]["enable_tf32"] == {"enum": [False]}
     assert training["patternProperties"] == {"^_": {}} and training["additionalProperties"] is False
-    assert schema["$defs"]["DescriptorSeE2A"]["properties"]["type"]["enum"] == ["se_e2_a", "se_a"]
-    assert schema["$defs"]["DescriptorSeE2A"]["properties"]["neuron"]["items"] == {"minimum": 1, "type": "integer"}
+    assert schema["$defs"]["SeE2AConfig"]["properties"]["type"]["enum"] == ["se_e2_a", "se_a"]
+    assert schema["$defs"]["SeE2AConfig"]["properties"]["neuron"]["items"] == {"minimum": 1, "type": "integer"}
 
 
 def test_json_schema_has_only_words_of_json_schema() -> None:
@@ -70,4 +70,4 @@ def test_json_schema_has_only_words_of_json_schema() -> None:
         inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
         return set(node if isinstance(node, dict) else ()).union(*(words(item) for item in inner))
 
-    assert not words(json_schema()) & {"ge", "gt", "le", "lt", "own", "aliases", "discriminator", "oneOf"}
+    assert not words(json_schema()) & {"ge", "gt", "le", "lt", "own", "free", "aliases", "discriminator", "oneOf"}

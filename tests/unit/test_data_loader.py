@@ -13,6 +13,7 @@ from allforce.data.cache import Cache, _group_limits, memory_of_host
 from allforce.data.dataset import DataSet
 from allforce.data.discover import open_systems
 from allforce.data.loader import Loader, collate
+from allforce.data.prepare import Limit, Needs
 from allforce.data.sampler import Sampler
 from allforce.distributed.comm import SerialComm
 from allforce.errors import UserError
@@ -28,7 +29,8 @@ def make(tmp_path, frames=(3, 2), types=TYPES, batch_size=2, extra=None, **optio
         given = arrays(n, types, seed=k, labels=("energy", "force", "virial", "atom_ener"))
         write_npy(tmp_path / f"s{k}", given | (extra(n) if extra else {}), types, MAP)
     data = DataSet(open_systems(str(tmp_path), MAP), batch_size)
-    return Loader(data, Sampler(data, 1), 3.5, options.pop("sel", None), **options)
+    cache, limit = options.pop("cache", None), Limit(3.5, options.pop("sel", None))
+    return Loader(data, Sampler(data, 1), Needs(len(MAP), limit, **options), cache=cache)
 
 
 def edge_table(batch):
@@ -237,12 +239,12 @@ def test_sel_overflow_warns_once_and_counts(tmp_path, caplog):
             for a in range(5):
                 near = batch.type[batch.edges.j[batch.edges.i == a]]
                 assert (torch.bincount(near, minlength=3) <= torch.tensor([1, 1, 0])).all()
-    assert loader.dropped > 0 and len(caplog.records) == 1
-    assert "beyond sel = [1, 1, 0]" in caplog.text
+    assert loader.prepare.dropped > 0 and len(caplog.records) == 1
+    assert "beyond model = [1, 1, 0]" in caplog.text
 
 
 def test_excluded_pairs_have_no_edges(tmp_path):
-    loader = make(tmp_path, pair_exclude=[(0, 1), (2, 2)])
+    loader = make(tmp_path, excluded_pairs=((0, 1), (2, 2)))
     free = make(tmp_path)
     e, t = loader.batch(0).edges, loader.batch(0).type
     f = free.batch(0).edges
@@ -273,8 +275,6 @@ def test_default_fparam(tmp_path):
         make(tmp_path, numb_fparam=1)
     with pytest.raises(UserError, match="numb_aparam is 1, but .*s0 has no aparam.npy"):
         make(tmp_path, numb_aparam=1)
-    with pytest.raises(UserError, match=r"default_fparam \[1.0, 2.0\] does not have"):
-        make(tmp_path, numb_fparam=1, default_fparam=[1.0, 2.0])
     assert make(tmp_path, numb_fparam=1, default_fparam=[0.5]).batch(0).fparam.tolist() == [[0.5], [0.5]]
 
 
@@ -283,7 +283,7 @@ def test_mixed_batch_and_mixed_type(tmp_path):
     write_npy(tmp_path / "m", arrays(3, (0,) * 5, seed=7) | {"real_atom_types": real}, (0,) * 5, MAP)
     write_npy(tmp_path / "n", arrays(3, (2, 0), seed=8), (2, 0), MAP)
     data = DataSet(open_systems(str(tmp_path), MAP), "mixed:3")
-    loader = Loader(data, Sampler(data, 0), 3.0, None)
+    loader = Loader(data, Sampler(data, 0), Needs(len(data.type_map), Limit(3.0)))
     sizes = []
     for m in range(2):
         frames = [data.systems[i].frame(k) for i, k in loader.sampler.micro_batch(m)]

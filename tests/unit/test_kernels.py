@@ -7,11 +7,12 @@ import sys
 def test_a_change_of_the_splines_cannot_meet_old_loops():
     """With other polynomials kernels.py refuses to be imported, until it is changed itself and so compiled anew."""
     code = """
-from allforce.models import spline
+import importlib
+from allforce.models import kernels, spline
 right = spline.polynomials()
 spline.polynomials = lambda: right * 2
 try:
-    import allforce.models.kernels
+    importlib.reload(kernels)
 except AssertionError as error:
     assert "spline.py has changed" in str(error)
 else:

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from allforce.train import logs
+from allforce import logs
 from allforce.train.lcurve import LearningCurve
 
 STAMP = r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}\] "

@@ -11,20 +11,19 @@ import pytest
 import torch
 import yaml
 
-from allforce.config.schema import ModelConfig
 from allforce.errors import UserError
-from allforce.infer.container import read_tree, write_tree
+from allforce.files.checkpoint import Checkpoint, save
+from allforce.files.container import read_tree, write_tree
+from allforce.files.model_file import load_model, observed_types, save_model
 from allforce.infer.freeze import freeze
-from allforce.infer.model_file import load_model, observed_types, save_model
 from allforce.infer.predict import DeepPot
-from allforce.models.potential import Potential
-from allforce.train.checkpoint import Checkpoint, save
+from allforce.models.standard import StandardConfig, StandardModel
 
 COORD = np.array([[0.0, 0.0, 0.0], [1.1, 0.2, 0.1], [0.1, 1.2, 0.3], [2.0, 1.9, 0.4], [0.5, 0.6, 2.1]])
 TYPES = [0, 1, 1, 0, 1]
 
 
-def make(descriptor: dict | None = None, fitting: dict | None = None, **model: object) -> Potential:
+def make(descriptor: dict | None = None, fitting: dict | None = None, **model: object) -> StandardModel:
     """A small model with random weights, statistics and bias."""
     section = {
         "type_map": ["O", "H"],
@@ -34,7 +33,7 @@ def make(descriptor: dict | None = None, fitting: dict | None = None, **model: o
         "fitting_net": {"neuron": [5, 5], "seed": 2, "precision": "float64"} | (fitting or {}),
         **model,
     }
-    potential = Potential(ModelConfig.model_validate(section))
+    potential = StandardModel(StandardConfig.model_validate(section))
     with torch.no_grad():
         potential.descriptor.davg[:, 0] = torch.tensor([0.11, 0.07])
         potential.descriptor.dstd.copy_(torch.tensor([[0.2, 0.1, 0.1, 0.1], [0.3, 0.15, 0.15, 0.15]]))
@@ -45,7 +44,7 @@ def make(descriptor: dict | None = None, fitting: dict | None = None, **model: o
     return potential
 
 
-def energies(model: Potential, **parameters: object) -> tuple[np.ndarray, ...]:
+def energies(model: StandardModel, **parameters: object) -> tuple[np.ndarray, ...]:
     return DeepPot(model, table="exact").eval(COORD.reshape(1, -1), None, TYPES, atomic=True, **parameters)
 
 
@@ -268,9 +267,9 @@ def test_only_known_suffixes_are_written(tmp_path: Path) -> None:
         save_model(make(), tmp_path / "nowhere" / "m.dp")
 
 
-def pt_file(path: Path, model: Potential, **params: object) -> dict:
+def pt_file(path: Path, model: StandardModel, **params: object) -> dict:
     """A checkpoint as DeePMD-kit's PyTorch backend writes it."""
-    nnei = sum(model.sel)
+    nnei = sum(model.config.descriptor.sel)
     prefix = "model.Default."
     state: dict = {
         f"{prefix}min_nbor_dist": torch.tensor(0.875, dtype=torch.float64),
@@ -339,7 +338,7 @@ def test_own_checkpoint_and_freeze(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     model = make()
     tensors = {f"model/{name}": value for name, value in model.state_dict().items()}
-    meta = {"step": 7, "model": model.config.model_dump(mode="json"), "min_nbor_dist": 0.875}
+    meta = {"step": 7, "model": model.config.model_dump(mode="json"), "model_numbers": {"min_nbor_dist": 0.875}}
     path = save(Path("model.ckpt"), Checkpoint(tensors, meta), keep=5)
     for source in (str(path), "model.ckpt", "."):
         np.testing.assert_array_equal(energies(load_model(source))[0], energies(model)[0])

@@ -7,7 +7,7 @@ from ase import Atoms
 from ase.build import bulk
 
 from allforce.errors import UserError
-from allforce.neighbors import check_distances, limit_to_sel, neighbor_list
+from allforce.neighbors import check_distances, limit_neighbors, neighbor_list
 
 CELLS = {
     "cubic": np.eye(3) * 7.0,
@@ -90,7 +90,7 @@ def test_sel_keeps_the_nearest_of_each_type():
     type = (atoms.numbers == 17).astype(np.int64)
     i, j, r = neighbor_list(atoms.positions, atoms.cell.array, 6.0)
     sel = [7, 5]
-    ki, kj, kr, dropped = limit_to_sel(i, j, r, type, sel)
+    ki, kj, kr, dropped = limit_neighbors(i, j, r, type, sel)
     assert dropped == len(i) - len(ki) == len(i) - 8 * 12
     for a in range(len(atoms)):
         for t in range(2):
@@ -102,5 +102,5 @@ def test_sel_keeps_the_nearest_of_each_type():
 
 def test_sel_large_enough_changes_nothing():
     i, j, r = neighbor_list(np.random.default_rng(0).random((5, 3)), np.eye(3) * 3, 3.0)
-    ki, kj, kr, dropped = limit_to_sel(i, j, r, np.array([0, 1, 1, 0, 2]), [500, 500, 500])
+    ki, kj, kr, dropped = limit_neighbors(i, j, r, np.array([0, 1, 1, 0, 2]), [500, 500, 500])
     assert dropped == 0 and ki is i and kj is j and kr is r

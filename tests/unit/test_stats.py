@@ -1,5 +1,6 @@
 """Statistics against a plain evaluation of their definitions, serial and over several workers."""
 
+import copy
 import threading
 from types import SimpleNamespace
 
@@ -9,13 +10,20 @@ import pytest
 import torch
 from data_files import arrays, write_npy
 
-from allforce.data import stats
+from allforce.config.load import validated_config
 from allforce.data.dataset import DataSet
 from allforce.data.discover import open_systems
 from allforce.data.loader import Loader
+from allforce.data.prepare import Limit, Needs
+from allforce.data.sample import Sample, count_neighbors, first_frames
 from allforce.data.sampler import Sampler
 from allforce.distributed.comm import SerialComm
 from allforce.errors import UserError
+from allforce.models import MODELS
+from allforce.models.bias import energy_bias, fit_energy_bias
+from allforce.models.ener import parameter_normalisation, parameter_sums
+from allforce.models.env_stat import environment_statistics, normalisation
+from allforce.models.sel import complete_sel, sel_auto
 from allforce.neighbors import neighbor_list
 
 MAP = ["A", "B", "C", "D"]  # D is in no system
@@ -78,7 +86,12 @@ def data(tmp_path):
 
 
 def loader(data, **options):
-    return Loader(data, Sampler(data, 0), RCUT, SEL, numb_fparam=2, numb_aparam=1, **options)
+    needs = Needs(4, Limit(RCUT, SEL), numb_fparam=2, numb_aparam=1, **options)
+    return Loader(data, Sampler(data, 0), needs)
+
+
+def sample_of(data, comm=None, nbatch=10, stat_file=None, **options):
+    return Sample(loader(data, **options), nbatch, comm or SerialComm(), stat_file=stat_file)
 
 
 def all_frames(data):
@@ -93,22 +106,22 @@ def test_neighbours(data):
         for a in range(len(f.type)):
             most = np.maximum(most, np.bincount(f.type[j[i == a]], minlength=4))
     for size in (1, 3):
-        for found, count in on_workers(size, lambda comm: stats.neighbor_stat(data.systems, RCUT, comm)):
+        for found, count in on_workers(size, lambda comm: count_neighbors(data.systems, RCUT, comm)):
             assert found == pytest.approx(least, rel=1e-14)
             assert count.tolist() == most.tolist() and count[3] == 0
     everyone = max(np.bincount(neighbor_list(f.coord, f.cell, RCUT)[0]).max() for f in all_frames(data))
-    assert stats.neighbor_stat(data.systems, RCUT, SerialComm(), mixed=True)[1].tolist() == [everyone]
+    assert count_neighbors(data.systems, RCUT, SerialComm(), mixed=True)[1].tolist() == [everyone]
 
 
 def test_neighbours_none_and_touching(tmp_path):
     write_npy(tmp_path / "far", arrays(1, (0, 0), box=30.0), (0, 0), ["A"])
     (far,) = open_systems(str(tmp_path / "far"), ["A"])
-    assert stats.neighbor_stat([far], 3.0, SerialComm())[0] is None
+    assert count_neighbors([far], 3.0, SerialComm())[0] is None
     given = arrays(2, (0, 0))
     given["coord"][1] = 1.0
     write_npy(tmp_path / "near", given, (0, 0), ["A"])
     with pytest.raises(UserError, match="near, frame 1: atoms 0 and 1 .* on one place"):
-        stats.neighbor_stat(open_systems(str(tmp_path / "near"), ["A"]), 3.0, SerialComm())
+        count_neighbors(open_systems(str(tmp_path / "near"), ["A"]), 3.0, SerialComm())
 
 
 @pytest.mark.parametrize(
@@ -121,11 +134,15 @@ def test_neighbours_none_and_touching(tmp_path):
     ],
 )
 def test_sel_auto(sel, most, expected):
-    assert stats.sel_auto(most, sel) == expected
+    assert sel_auto(most, sel) == expected
 
 
 def test_sel_too_small():
-    assert stats.sel_too_small([10, 20, 30], [10, 19, 0]) == [1]
+    """sel 0 means that the type is left out on purpose."""
+    config = MODELS["standard"].Config.model_validate(section(sel=[10, 19, 0, 5])).descriptor
+    completed, warnings = complete_sel(config, lambda rcut, mixed: (1.0, np.array([10, 20, 30, 0])), None, mixed=False)
+    assert completed.sel == [10, 19, 0, 5]
+    assert len(warnings) == 1 and "sel of type 1 is 19, but the data has up to 20" in warnings[0]
 
 
 def plain_environment(data, excluded=()):
@@ -155,35 +172,32 @@ def plain_environment(data, excluded=()):
 def test_environment(data, excluded):
     config = descriptor(exclude_types=[list(p) for p in excluded])
     davg, dstd = plain_environment(data, excluded)
-    sample = stats.stat_sample(data, 10)
-    assert len(sample) == 10
-    serial = stats.envmat_stat(loader(data), config, sample, SerialComm())
+    assert len(sample_of(data).members) == 10
+    serial = environment_statistics(sample_of(data), config, SEL)
     np.testing.assert_allclose(serial[0], davg, rtol=1e-12)
     np.testing.assert_allclose(serial[1], dstd, rtol=1e-12)
     for size in (2, 3, 4):
-        for found in on_workers(size, lambda comm: stats.envmat_stat(loader(data), config, sample, comm)):
+        for found in on_workers(size, lambda comm: environment_statistics(sample_of(data, comm), config, SEL)):
             np.testing.assert_allclose(found, serial, rtol=1e-12, atol=0)
 
 
 def test_pairs_excluded_by_the_model_count_as_zeros(data):
-    serial = stats.envmat_stat(
-        loader(data, pair_exclude=[(0, 1), (2, 2)]), descriptor(), stats.stat_sample(data, 10), SerialComm()
-    )
+    serial = environment_statistics(sample_of(data, excluded_pairs=((0, 1), (2, 2))), descriptor(), SEL)
     np.testing.assert_allclose(serial, plain_environment(data, ((0, 1), (2, 2))), rtol=1e-12)
 
 
 def test_set_davg_zero_and_smallest_deviation():
     sums = np.array([[[10, 5.0, 2.5], [30, 0, 30.0]], [[0, 0, 0], [0, 0, 0]]])
-    davg, dstd = stats.envmat_normalisation(sums)
+    davg, dstd = normalisation(sums)
     assert davg.tolist() == [[0.5, 0, 0, 0], [0, 0, 0, 0]]
     assert dstd.tolist() == [[0.01, 1, 1, 1], [0.1, 0.1, 0.1, 0.1]]
-    assert stats.envmat_normalisation(sums, set_davg_zero=True)[0].tolist() == [[0] * 4] * 2
+    assert normalisation(sums, set_davg_zero=True)[0].tolist() == [[0] * 4] * 2
 
 
 def test_the_sample_is_the_first_batches(data):
     data.batch_sizes = [2, 3, 1]
-    assert stats.stat_sample(data, 1) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (2, 0)]
-    assert len(stats.stat_sample(data, 100)) == 10
+    assert first_frames(data, 1) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (2, 0)]
+    assert len(first_frames(data, 100)) == 10
 
 
 def test_energy_bias_of_workers_is_the_serial_one(data):
@@ -191,29 +205,28 @@ def test_energy_bias_of_workers_is_the_serial_one(data):
     energy = np.array([f.labels["energy"][0] for f in all_frames(data)])
     expected = np.linalg.pinv(counts) @ energy  # smallest norm: zero for D
     residual = energy - counts @ expected
-    sample = stats.stat_sample(data, 10)
     for size in (1, 2, 3):
-        for found in on_workers(size, lambda comm: stats.energy_bias(data.systems, sample, comm)):
+        for found in on_workers(size, lambda comm: energy_bias(sample_of(data, comm))):
             np.testing.assert_allclose(found.bias, expected, rtol=1e-12, atol=1e-13)
             np.testing.assert_allclose(found.std, np.full(4, residual.std()), rtol=1e-11)
             assert found.rmse == pytest.approx(np.sqrt(np.mean((residual / counts.sum(1)) ** 2)), rel=1e-11)
 
 
 def test_degenerate_compositions_have_the_smallest_norm():
-    found = stats.fit_energy_bias(np.array([[1.0, 2.0], [2.0, 4.0]]), np.array([5.0, 10.0]))
+    found = fit_energy_bias(np.array([[1.0, 2.0], [2.0, 4.0]]), np.array([5.0, 10.0]))
     np.testing.assert_allclose(found.bias, [1.0, 2.0], rtol=1e-13)
     assert found.rmse == pytest.approx(0, abs=1e-13)
 
 
 def test_preset_energies_stay():
     counts = np.array([[1.0, 2.0], [2.0, 1.0], [3.0, 5.0]])
-    found = stats.fit_energy_bias(counts, counts @ [-3.0, 7.0], preset=[-3.0, None])
+    found = fit_energy_bias(counts, counts @ [-3.0, 7.0], preset=[-3.0, None])
     np.testing.assert_allclose(found.bias, [-3.0, 7.0], rtol=1e-13)
-    found = stats.fit_energy_bias(counts, counts @ [-3.0, 7.0], preset=[-2.0, None])
+    found = fit_energy_bias(counts, counts @ [-3.0, 7.0], preset=[-2.0, None])
     x = counts[:, 1]
     assert found.bias[0] == -2.0
     assert found.bias[1] == pytest.approx(x @ (counts @ [-3.0, 7.0] + 2 * counts[:, 0]) / (x @ x))
-    nothing = stats.fit_energy_bias(np.zeros((0, 2)), np.zeros(0), preset=[None, 4.0])
+    nothing = fit_energy_bias(np.zeros((0, 2)), np.zeros(0), preset=[None, 4.0])
     assert nothing.bias.tolist() == [0.0, 4.0] and nothing.rmse is None
 
 
@@ -224,100 +237,124 @@ def test_atomic_energies_go_first_and_excluded_types_have_none(tmp_path):
     write_npy(tmp_path / "a", given, types, MAP[:2])
     write_npy(tmp_path / "b", arrays(3, (2, 2, 0), labels=("energy",), seed=3), (2, 2, 0), MAP[:3])
     systems = open_systems(str(tmp_path), MAP[:3])
-    sample = [(0, k) for k in range(4)] + [(1, k) for k in range(3)]
-    found = stats.energy_bias(systems, sample, SerialComm())
-    fit = stats.energy_bias(systems[1:], [(0, 0), (0, 1), (0, 2)], SerialComm())
+
+    def sample(systems):
+        data = DataSet(systems, 1)
+        return Sample(Loader(data, Sampler(data, 0), Needs(3, Limit(RCUT))), 10, SerialComm())
+
+    found, fit = energy_bias(sample(systems)), energy_bias(sample(systems[1:]))
     np.testing.assert_allclose(found.bias[:2], [1.5, 3.0])
     np.testing.assert_allclose(found.std[:2], [0.5, 1.0])
     assert found.bias[2] != 0 and fit.bias[1] == pytest.approx(0, abs=1e-14)
-    assert stats.energy_bias(systems, sample, SerialComm(), preset=[None, 9.0, None]).bias[1] == 9.0
-    assert stats.energy_bias(systems[1:], [(0, 0)], SerialComm(), atom_exclude=[2]).bias[2] == 0
+    assert energy_bias(sample(systems), preset=[None, 9.0, None]).bias[1] == 9.0
+    assert energy_bias(sample(systems[1:]), excluded=[2]).bias[2] == 0
 
 
 def test_bias_of_what_a_model_misses(tmp_path):
-    """Predictions that are off by 2 eV per A and -5 per B, over workers; a system without energies takes no part."""
+    """Labels that are off by 2 eV per A and -5 per B, over workers; a system without energies takes no part."""
+    model = MODELS["standard"](validated_config(section(type_map=MAP[:2], sel=[9, 9]), "test"))
+    needs = model.needs
     for name, types in (("a", (0, 1, 1)), ("b", (0, 0, 1))):
         write_npy(tmp_path / name, arrays(3, types, labels=("energy",)), types, MAP[:2])
     write_npy(tmp_path / "c", arrays(3, labels=("force",)), type_map=MAP[:2])
-    systems = open_systems(str(tmp_path), MAP[:2])
-    sample = [(i, k) for k in range(3) for i in range(3)]
+    data = DataSet(open_systems(str(tmp_path), MAP[:2]), 1)
+    for system, types in ((tmp_path / "a", (0, 1, 1)), (tmp_path / "b", (0, 0, 1))):
+        batches = Loader(data, Sampler(data, 0), needs)
+        index = 0 if system.name == "a" else 1
+        with torch.no_grad():
+            own = [float(model(batches.make([(index, k)]), ("energy",))["energy"][0]) for k in range(3)]
+        np.save(system / "set.000" / "energy.npy", np.array(own) + np.array([2.0, -5.0])[list(types)].sum())
+    data = DataSet(open_systems(str(tmp_path), MAP[:2]), 1)
 
-    def predict(members):
-        for i, k in members:
-            frame = systems[i].frame(k)
-            yield frame.labels["energy"].item() - np.array([2.0, -5.0])[frame.type].sum()
+    def fitted(comm):
+        own = copy.deepcopy(model)
+        own.change_bias(Sample(Loader(data, Sampler(data, 0), needs), 10, comm))
+        return own.fitting.bias_atom_e.numpy()
 
     for size in (1, 2, 4):
-        for found in on_workers(
-            size, lambda comm: stats.fit_frames(systems, stats.share(sample, comm), comm, predict=predict)
-        ):
-            np.testing.assert_allclose(found.bias, [2.0, -5.0], rtol=1e-12)
+        for bias in on_workers(size, fitted):
+            np.testing.assert_allclose(bias, [2.0, -5.0], rtol=1e-9)
 
 
 def test_parameters(data):
-    sample = stats.stat_sample(data, 10)
     fparam = np.array([f.fparam for f in all_frames(data)])
     aparam = np.concatenate([f.aparam for f in all_frames(data)])
+
+    def found(comm, name, width):
+        return parameter_normalisation(parameter_sums(sample_of(data, comm), name, width), 0.01)
+
     for size in (1, 3):
-        for mean, inverse in on_workers(size, lambda comm: stats.fparam_stat(loader(data), sample, comm)):
+        for mean, inverse in on_workers(size, lambda comm: found(comm, "fparam", 2)):
             np.testing.assert_allclose(mean, fparam.mean(0), rtol=1e-12)
             np.testing.assert_allclose(inverse, [1 / fparam[:, 0].std(), 100.0], rtol=1e-12)
-        for mean, inverse in on_workers(size, lambda comm: stats.aparam_stat(loader(data), sample, comm)):
+        for mean, inverse in on_workers(size, lambda comm: found(comm, "aparam", 1)):
             np.testing.assert_allclose(mean, aparam.mean(0), rtol=1e-12)
             np.testing.assert_allclose(inverse, 1 / aparam.std(0), rtol=1e-12)
 
 
-def model(**options):
-    fitting = SimpleNamespace(atom_ener=[], rcond=None)
-    given = {"data_stat_nbatch": 10, "data_stat_protect": 0.01, "preset_out_bias": None, "atom_exclude_types": []}
-    return SimpleNamespace(descriptor=descriptor(env_protection=0.0), fitting_net=fitting, **(given | options))
+def section(sel=None, type_map=None, **fitting):
+    small = {"type": "se_e2_a", "sel": sel or SEL, "rcut": RCUT, "rcut_smth": RS, "neuron": [4], "axis_neuron": 2}
+    return {
+        "type_map": type_map or MAP,
+        "descriptor": {**small, "seed": 1},
+        "fitting_net": {"neuron": [4], "seed": 1, **fitting},
+    }
+
+
+def statistics(data, comm=None, stat_file=None, read_only=False, split=True, **fitting):
+    """State of a model after it has looked at the data."""
+    model = MODELS["standard"](validated_config(section(numb_fparam=2, numb_aparam=1, **fitting), "test"))
+    sample = Sample(Loader(data, Sampler(data, 0), model.needs), 10, comm or SerialComm(), split, stat_file)
+    model.fit_statistics(sample)
+    sample.file.save(read_only)
+    names = (
+        "descriptor.davg",
+        "descriptor.dstd",
+        "fitting.bias_atom_e",
+        "fitting.fparam_avg",
+        "fitting.fparam_inv_std",
+    )
+    return {k: v.numpy() for k, v in model.state_dict().items() if k in names or "aparam" in k}
 
 
 @pytest.mark.parametrize("name", ["cache/stat.hdf5", "cache/stat"])
 def test_stat_file(data, tmp_path, name):
     path = str(tmp_path / name)
-    first = stats.statistics(loader(data), model(), SerialComm(), path)
+    first = statistics(data, stat_file=path)
     for f in tmp_path.glob("s*/set.000/*.npy"):
         f.unlink()  # what follows must come from the cache
-    again = stats.statistics(loader(data), model(), SerialComm(), path)
-    for a, b in zip(
-        (first.davg, first.dstd, first.energy.bias, first.energy.std, *first.fparam, *first.aparam),
-        (again.davg, again.dstd, again.energy.bias, again.energy.std, *again.fparam, *again.aparam),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(a, b)
+    again = statistics(data, stat_file=path)
+    assert len(first) == 7 and first.keys() == again.keys()
+    for key in first:
+        np.testing.assert_array_equal(first[key], again[key])
     if name.endswith("hdf5"):
         with h5py.File(path) as f:
             group = f["A B C D"]
             assert group["bias_atom_energy"].shape == (4, 1) and group["fparam"].shape == (2, 3)
             (key,) = [k for k in group if len(k) == 40]
-            assert sorted(group[key]) == [f"{p}_{t}" for p in "ar" for t in range(4)] and group[key]["r_0"].shape == (
-                3,
-            )
+            assert sorted(group[key]) == [f"{p}_{t}" for p in "ar" for t in range(4)]
+            assert group[key]["r_0"].shape == (3,)
 
 
 def test_stat_file_that_is_only_read(data, tmp_path):
     path = str(tmp_path / "stat.h5")
     with pytest.raises(UserError, match="lacks .*bias_atom_energy.* stat_file_mode is read"):
-        stats.statistics(loader(data), model(), SerialComm(), path, read_only=True)
+        statistics(data, stat_file=path, read_only=True)
     assert not (tmp_path / "stat.h5").exists()
-    stats.statistics(loader(data), model(), SerialComm(), path)
-    stats.statistics(loader(data), model(), SerialComm(), path, read_only=True)
+    statistics(data, stat_file=path)
+    statistics(data, stat_file=path, read_only=True)
 
 
 def test_statistics_of_all_and_of_partitioned_workers(data):
-    serial = stats.statistics(loader(data), model(), SerialComm())
-    atom_ener = SimpleNamespace(atom_ener=[-5.0, None, None, None], rcond=None)
-    assert stats.statistics(loader(data), model(), SerialComm()).energy.bias[0] != -5.0
-    config = model()
-    config.fitting_net = atom_ener
-    assert stats.statistics(loader(data), config, SerialComm()).energy.bias[0] == -5.0
+    serial = statistics(data)
+    assert serial["fitting.bias_atom_e"][0] != -5.0
+    given = statistics(data, atom_ener=[-5.0, None, None, None])
+    assert given["fitting.bias_atom_e"][0] == -5.0
 
     def own(comm):
         share = DataSet(data.systems[:2] if comm.rank == 0 else data.systems[2:], 1)
-        return stats.statistics(loader(share), model(), comm, split=False)
+        return statistics(share, comm, split=False)
 
     for found in on_workers(2, own):
-        np.testing.assert_allclose(found.davg, serial.davg, rtol=1e-12)
-        np.testing.assert_allclose(found.dstd, serial.dstd, rtol=1e-12)
-        np.testing.assert_allclose(found.energy.bias, serial.energy.bias, rtol=1e-12)
+        for key in ("descriptor.davg", "descriptor.dstd", "fitting.bias_atom_e"):
+            np.testing.assert_allclose(found[key], serial[key], rtol=1e-12)

@@ -11,24 +11,25 @@ from pathlib import Path
 
 from allforce.config.load import validated_config
 from allforce.errors import UserError
-from allforce.infer.container import read_tree, write_tree
-from allforce.infer.pt_checkpoint import potential_from_pt, read_pt
-from allforce.infer.tree import potential_from_tree, tree_from_potential, types_with_data
-from allforce.models.potential import Potential
-from allforce.train import checkpoint
+from allforce.files import checkpoint
+from allforce.files.container import read_tree, write_tree
+from allforce.files.pt_checkpoint import model_from_pt, read_pt
+from allforce.files.tree import model_from_tree, tree_from_model
+from allforce.files.tree import observed_types as types_of_model
+from allforce.models import MODELS, Model
 
 WRITTEN = (".dp", ".yaml", ".yml")
 CONVERTIBLE = (".pb", ".pth", ".pbtxt", ".savedmodel", ".savedmodeltf", ".hlo", ".jax", ".pd", ".json", ".pte", ".pt2")
 
 
-def load_model(path: str | Path) -> Potential:
-    """The potential of a model file or checkpoint; a name without suffix is also tried with .dp."""
+def load_model(path: str | Path) -> Model:
+    """The model of a model file or checkpoint; a name without suffix is also tried with .dp."""
     path = _found(Path(path))
     if path.suffix in WRITTEN:
-        return potential_from_tree(read_tree(path), str(path))
+        return model_from_tree(read_tree(path), str(path))
     if path.suffix == ".pt":
-        return potential_from_pt(path)
-    return _potential_from_checkpoint(path)
+        return model_from_pt(path)
+    return _model_from_checkpoint(path)
 
 
 def _found(path: Path) -> Path:
@@ -48,7 +49,7 @@ def _found(path: Path) -> Path:
     return path
 
 
-def save_model(model: Potential, path: str | Path) -> None:
+def save_model(model: Model, path: str | Path) -> None:
     """Write .dp or .yaml, by the suffix."""
     path = Path(path)
     if path.suffix not in WRITTEN:
@@ -60,7 +61,7 @@ def save_model(model: Potential, path: str | Path) -> None:
         raise UserError(f"{path}: models are written as {', '.join(WRITTEN)}, found '{path.suffix}'.{remedy}")
     if not path.parent.is_dir():
         raise UserError(f"{path}: the directory {path.parent} does not exist.")
-    write_tree(path, tree_from_potential(model))
+    write_tree(path, tree_from_model(model))
 
 
 def observed_types(path: str | Path) -> list[str]:
@@ -72,16 +73,16 @@ def observed_types(path: str | Path) -> list[str]:
     elif path.suffix == ".pt":
         script = read_pt(path)[1]
     recorded = (script.get("info") or {}).get("observed_type")
-    return types_with_data(load_model(path)) if recorded is None else recorded
+    return types_of_model(load_model(path)) if recorded is None else recorded
 
 
-def _potential_from_checkpoint(path: Path) -> Potential:
+def _model_from_checkpoint(path: Path) -> Model:
     stored = checkpoint.read(path)
-    model = Potential(validated_config(stored.meta["model"], str(path)))
+    config = validated_config(stored.meta["model"], str(path))
+    model = MODELS[config.type](config)
     try:
         model.load_state_dict(stored.weights())
     except RuntimeError as error:
         raise UserError(f"{path}: the tensors do not belong to the model described in it. {error}") from None
-    distance = stored.meta.get("min_nbor_dist")
-    model.min_nbor_dist = None if distance is None else float(distance)
+    model.set_numbers(stored.meta.get("model_numbers") or {})
     return model

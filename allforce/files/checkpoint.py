@@ -21,7 +21,7 @@ from safetensors.torch import save as serialise
 from torch import Tensor
 
 from allforce.errors import UserError
-from allforce.files import write_whole
+from allforce.writing import write_whole
 
 SUFFIX = ".safetensors"
 FORMAT, VERSION = "allforce checkpoint", 1

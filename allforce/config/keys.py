@@ -1,0 +1,69 @@
+"""Types of values and words that keys of several sections share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from allforce.config.section import Words
+from allforce.errors import UserError
+
+
+def _whole(value: Any) -> Any:
+    """1e6 is how people write a million: a float without fraction counts as an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _lower(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+Int = Annotated[int, BeforeValidator(_whole)]
+NonNegative = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
+Positive = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
+Seed = NonNegative | list[NonNegative] | None
+Pair = Annotated[list[NonNegative], Field(min_length=2, max_length=2)]
+Name = Annotated[str, Field(min_length=1)]
+Sel = Annotated[str, Field(pattern=r"^auto(:\d+(\.\d*)?)?$"), Words('"auto" or "auto:1.1"')] | list[NonNegative]
+Precision = Literal["default", "float32", "float64"]
+ACTIVATIONS = (
+    '"tanh", "relu", "relu6", "softplus", "sigmoid", "gelu", "gelu_tf", "silu", "silut", "silut:T", "linear" or "none"'
+)
+Activation = Annotated[
+    str,
+    Field(pattern=r"^(tanh|relu6?|softplus|sigmoid|gelu(_tf)?|silu|linear|none|(silut|custom_silu)(:\d+(\.\d*)?)?)$"),
+    BeforeValidator(_lower),
+    Words(ACTIVATIONS),
+]
+
+PRECISION_HELP = (
+    'Precision of the parameters: "float32", "float64", or "default" = float64 (float32 when the '
+    "environment has DP_INTERFACE_PREC=low)."
+)
+ACTIVATION_HELP = f"Activation function: {ACTIVATIONS}; capitals do not matter."
+SEED_HELP = "Seed of the initial parameters; a different one each run when left out."
+
+
+def precision_name(precision: str, env: Mapping[str, str] = os.environ) -> str:
+    """The floating-point type behind a precision: "default" is float64, or float32 with DP_INTERFACE_PREC=low."""
+    if precision != "default":
+        return precision
+    interface = env.get("DP_INTERFACE_PREC", "high").lower()
+    if interface not in ("high", "low"):
+        raise UserError(f'The environment variable DP_INTERFACE_PREC is "{interface}"; expected "high" or "low".')
+    return "float64" if interface == "high" else "float32"
+
+
+def per_type(name: str, values: Any, ntypes: int) -> Iterator[tuple[str, str]]:
+    """A problem where a list does not have one entry for each type; an empty list is none."""
+    if isinstance(values, list) and values and len(values) != ntypes:
+        yield name, f"{values} has {len(values)} entries; expected {ntypes}, one for each type of type_map"
+
+
+def known_types(name: str, types: list[Any], ntypes: int) -> Iterator[tuple[str, str]]:
+    """A problem where a list of types, or of pairs of them, names one that the model does not have."""
+    if any(t >= ntypes for item in types for t in (item if isinstance(item, list) else [item])):
+        yield name, f"{types} names a type outside 0 … {ntypes - 1} of type_map"

@@ -1,0 +1,113 @@
+"""Frames from which a model takes its statistics, dealt out to the workers, and sums over all of them.
+
+Every rank takes its share of the frames (r, r + W, …) and sums are reduced, so that nothing is done twice and the
+result is the serial one to rounding. With sharding "partition" a rank takes all frames of its systems (`split` false).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from allforce.data.batch import Batch, Frame
+from allforce.data.dataset import DataSet
+from allforce.data.loader import Loader
+from allforce.data.prepare import Pairs
+from allforce.data.stat_file import StatFile
+from allforce.data.system import System
+from allforce.distributed.comm import Comm
+from allforce.neighbors import check_distances, neighbor_list
+
+ITEM = TypeVar("ITEM")
+
+
+class Sample:
+    """The first `nbatch` batches of every system (all of it, if it has fewer), frames as they are stored."""
+
+    def __init__(self, loader: Loader, nbatch: int, comm: Comm, split: bool = True, stat_file: str | None = None):
+        self.loader, self.comm, self.needs = loader, comm, loader.needs
+        self.members = share(first_frames(loader.dataset, nbatch), comm, split)  # (system, frame) of this worker
+        self.file = StatFile(stat_file, loader.dataset.type_map, comm)
+
+    @property
+    def ntypes(self) -> int:
+        return self.needs.ntypes
+
+    def frames(self) -> Iterator[Frame]:
+        """This worker's frames as the data has them."""
+        for n, k in self.members:
+            yield self.loader.dataset.systems[n].frame(k)
+
+    def prepared(self) -> Iterator[tuple[Frame, Pairs]]:
+        """This worker's frames, sorted by type, with their neighbour pairs."""
+        for n, k in self.members:
+            yield self.loader.frame(n, k)
+
+    def batches(self) -> Iterator[Batch]:
+        """This worker's frames, each a batch of its own."""
+        for member in self.members:
+            yield self.loader.make([member])
+
+    def rows(self, rows: Iterable[np.ndarray], width: int) -> np.ndarray:
+        """The rows (·, width) of all workers, in an order that does not depend on who had which."""
+        own = np.array(list(rows), dtype=np.float64).reshape(-1, width)
+        return gather_rows(own, self.comm)
+
+    def sum_rows(self, rows: Iterable[np.ndarray], width: int) -> np.ndarray:
+        """Σ (width,) over the rows of all workers, one for a frame: the sum does not depend on who had which."""
+        return self.rows(rows, width).sum(axis=0)
+
+    def sum(self, values: np.ndarray) -> np.ndarray:
+        """Σ over workers."""
+        return reduce(values, self.comm)
+
+
+def first_frames(dataset: DataSet, nbatch: int) -> list[tuple[int, int]]:
+    sizes = [min(s.nframes, nbatch * b) for s, b in zip(dataset.systems, dataset.batch_sizes, strict=True)]
+    return [(i, k) for i, n in enumerate(sizes) for k in range(n)]
+
+
+def share(items: Sequence[ITEM], comm: Comm, split: bool = True) -> Sequence[ITEM]:
+    return items[comm.rank :: comm.size] if split else items
+
+
+def reduce(values: np.ndarray, comm: Comm, op: str = "sum") -> np.ndarray:
+    tensor = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64))
+    comm.all_reduce(tensor, op)
+    return tensor.numpy()
+
+
+def gather_rows(rows: np.ndarray, comm: Comm) -> np.ndarray:
+    """The rows of all ranks, in an order that does not depend on who had which."""
+    counts = comm.gather(len(rows))
+    table = np.zeros((sum(counts), rows.shape[1]))
+    start = sum(counts[: comm.rank])
+    table[start : start + len(rows)] = rows
+    table = reduce(table, comm)
+    return table[np.lexsort(table.T)]
+
+
+def count_neighbors(
+    systems: list[System], rcut: float, comm: Comm, split: bool = True, mixed: bool = False
+) -> tuple[float | None, np.ndarray]:
+    """Over all frames: the smallest distance (None without a pair) and the most neighbours of each type in rcut.
+
+    mixed: of all types together.
+    """
+    frames = [(s, k) for s in systems for k in range(s.nframes)]
+    ntypes = 1 if mixed else len(systems[0].type_map)
+    least, most = np.inf, np.zeros(ntypes)
+    for system, k in share(frames, comm, split):
+        frame = system.frame(k).by_type()
+        where = f"{system.name}, frame {k}"
+        i, j, r = neighbor_list(frame.coord, frame.cell, rcut, where=where)
+        least = min(least, check_distances(i, j, r, where, frame.order))
+        neighbor = np.zeros_like(j) if mixed else frame.type[j]
+        count = np.bincount(i * np.int64(ntypes) + neighbor, minlength=len(frame.type) * ntypes)
+        most = np.maximum(most, count.reshape(-1, ntypes).max(axis=0, initial=0))
+    most = reduce(most, comm, "max").astype(np.int64)
+    least = float(reduce(np.array([least]), comm, "min")[0])
+    return (least if np.isfinite(least) else None), most

@@ -1,0 +1,188 @@
+"""A trained model on structures: frames in, what is wanted of them out."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from allforce.data.batch import Batch, Frame
+from allforce.data.loader import collate
+from allforce.data.prepare import Preparation
+from allforce.errors import UserError
+from allforce.files.model_file import load_model
+from allforce.models import Model
+from allforce.models.model import per_atom
+from allforce.models.table import TableConfig
+
+log = logging.getLogger("deepmd.infer")
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}  # of embedding tables relative to the nets, values and slopes
+Result = dict[str, np.ndarray]  # output -> (…) of a frame or (n, …) of its atoms, in the frame's order
+
+
+class Evaluator:
+    """Evaluates a model on frames, in batches.
+
+    table: evaluate embedding nets through their spline table ("table", fast) or for every neighbour ("exact").
+    The two differ by less than 1e-9 of the nets' range in float64.
+    """
+
+    kind = "energy"  # the output that a model must have to be used by this class
+
+    def __init__(self, model: str | Path | Model, table: str = "table", device: str | torch.device | None = None):
+        self.model = model if isinstance(model, Model) else load_model(model)
+        if self.kind not in self.model.outputs:
+            found = ", ".join(self.model.outputs)
+            raise UserError(f"{type(self).__name__}: the model does not predict {self.kind}; it predicts {found}.")
+        if table not in ("table", "exact"):
+            raise UserError(f"{type(self).__name__}: table is {table!r}; expected 'table' or 'exact'.")
+        self.model.requires_grad_(False)  # nobody reads gradients with respect to parameters here
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.model.to(self.device)
+        self.needs = self.model.needs
+        self.preparation = Preparation(self.needs)
+        self.max_atoms = _max_atoms(os.environ.get("DP_INFER_BATCH_SIZE", "1024"))  # of a batch, frames × atoms
+        self.model.prepare(TableConfig(mode=table, tolerance=TOLERANCE[self.model.precision]))  # type: ignore[arg-type]
+        if grown := self.model.refresh():
+            log.debug(grown)
+
+    # ---- what the model is
+
+    @property
+    def precision(self) -> str:
+        """Of the nets: float64 or float32."""
+        return str(self.model.precision).removeprefix("torch.")
+
+    def get_ntypes(self) -> int:
+        return len(self.model.type_map)
+
+    def get_rcut(self) -> float:
+        return self.needs.limit.rcut
+
+    def get_type_map(self) -> list[str]:
+        return list(self.model.type_map)
+
+    def get_sel_type(self) -> list[int]:
+        """Types that have a value of what is predicted."""
+        return list(range(self.get_ntypes()))
+
+    def get_dim_fparam(self) -> int:
+        return self.needs.numb_fparam
+
+    def get_dim_aparam(self) -> int:
+        return self.needs.numb_aparam
+
+    # ---- frames in, results out
+
+    def evaluate(self, frames: Iterable[Frame], wanted: Collection[str]) -> Iterator[Result]:
+        """A Result for each frame; frames are read and evaluated in batches of at most max_atoms atoms."""
+        for group in self._groups(frames):
+            prepared = [self.preparation(frame, frame.name) for frame in group]
+            batch = collate([f for f, _ in prepared], [pairs for _, pairs in prepared], self.get_ntypes())
+            yield from self.results(batch.to(self.device), group, wanted)
+
+    def results(self, batch: Batch, frames: Sequence[Frame], wanted: Collection[str]) -> Iterator[Result]:
+        """The Results of frames that are in a batch already; virtual atoms have zeros."""
+        with torch.no_grad():
+            prediction = self.model(batch, wanted)
+        columns = {
+            name: _to_frames(value, batch, frames) if per_atom(name) else list(value.cpu().numpy())
+            for name, value in prediction.items()
+            if name in wanted
+        }
+        for k in range(len(frames)):
+            yield {name: values[k] for name, values in columns.items()}
+
+    def _groups(self, frames: Iterable[Frame]) -> Iterator[list[Frame]]:
+        """Consecutive frames of at most max_atoms atoms together, at least one."""
+        group: list[Frame] = []
+        atoms = 0
+        for frame in frames:
+            if group and atoms + len(frame.type) > self.max_atoms:
+                yield group
+                group, atoms = [], 0
+            group.append(self.checked(frame))
+            atoms += len(frame.type)
+        if group:
+            yield group
+
+    def checked(self, frame: Frame) -> Frame:
+        """The frame without labels, with the parameters that the model wants."""
+        bad = (frame.type < -1) | (frame.type >= self.get_ntypes())
+        if bad.any():
+            raise UserError(
+                f"Atom {int(bad.argmax())} has type {int(frame.type[bad.argmax()])}; the model's type_map "
+                f"{self.get_type_map()} allows 0 … {self.get_ntypes() - 1}, and -1 for a virtual atom."
+            )
+        return replace(self.preparation.with_parameters(frame, frame.name), labels={})
+
+    # ---- arrays in
+
+    def frames(
+        self, coords: Any, cells: Any, atom_types: Any, fparam: Any, aparam: Any, mixed_type: bool
+    ) -> list[Frame]:
+        types = np.asarray(atom_types, dtype=np.int64)
+        n = types.shape[-1] if types.ndim else 0
+        if types.ndim != (2 if mixed_type else 1) or n == 0:
+            expected = "(nframes, natoms), because mixed_type is true" if mixed_type else "(natoms,)"
+            raise UserError(f"atom_types has shape {types.shape}, expected {expected}.")
+        x = _shaped("coords", coords, (-1, n, 3))
+        nf = len(x)
+        cell = None if cells is None else _shaped("cells", cells, (nf, 3, 3))
+        fp = _parameters("fparam", fparam, self.get_dim_fparam(), (nf,))
+        ap = _parameters("aparam", aparam, self.get_dim_aparam(), (nf, n))
+        if mixed_type and len(types) != nf:
+            raise UserError(f"atom_types has {len(types)} frames, coords has {nf}.")
+        return [
+            Frame(
+                coord=x[k],
+                type=types[k] if mixed_type else types,
+                cell=None if cell is None else cell[k],
+                fparam=None if fp is None else fp[k],
+                aparam=None if ap is None else ap[k],
+            )
+            for k in range(nf)
+        ]
+
+
+def _max_atoms(text: str) -> int:
+    if not text.isdecimal():
+        raise UserError(f"The environment variable DP_INFER_BATCH_SIZE is {text!r}; expected a number of atoms.")
+    return int(text)
+
+
+def _to_frames(value: torch.Tensor, batch: Batch, frames: Sequence[Frame]) -> list[np.ndarray]:
+    """Per-atom results (N, …) in the order of the frames' atoms, zero for virtual atoms."""
+    sizes = [len(frame.type) for frame in frames]
+    array = value.cpu().numpy()
+    out = np.zeros((sum(sizes), *array.shape[1:]))
+    out[batch.order.cpu().numpy()] = array
+    return np.split(out, np.cumsum(sizes)[:-1])
+
+
+def _shaped(name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
+    array = np.asarray(value, dtype=np.float64)
+    try:
+        if array.size == 0 and len(array) > 0:  # frames without atoms, which would become no frames
+            raise ValueError
+        return array.reshape(shape)
+    except ValueError:
+        raise UserError(f"{name} has shape {array.shape}, which does not make {shape} (-1: any number).") from None
+
+
+def _parameters(name: str, value: Any, width: int, shape: tuple[int, ...]) -> np.ndarray | None:
+    """(…, width) for every frame (and atom), from one for all or one for each."""
+    if value is None or width == 0:
+        return None
+    array = np.asarray(value, dtype=np.float64)
+    for k in range(len(shape) + 1):
+        if array.size == width * int(np.prod(shape[k:])):
+            return np.broadcast_to(array.reshape(*shape[k:], width), (*shape, width))
+    raise UserError(f"{name} has shape {array.shape}; expected {(*shape, width)} or one for all.")

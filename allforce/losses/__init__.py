@@ -1,0 +1,8 @@
+"""Losses: how far predictions are from their labels. LOSSES names them as loss/type of the input does."""
+
+from __future__ import annotations
+
+from allforce.losses.ener import EnerLoss
+from allforce.losses.loss import Loss
+
+LOSSES: dict[str, type[Loss]] = {"ener": EnerLoss}

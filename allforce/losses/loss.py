@@ -1,0 +1,82 @@
+"""What a loss is: one number to minimise, the figures that are shown, and the outputs of the model that both need.
+
+The figures of any number of micro-batches follow from sums over them, which travel with the gradients:
+
+    sums = [ atoms·value of every figure | atoms of the batches that have it ]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from math import nan, sqrt
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from allforce.config.section import Section
+from allforce.data.batch import Batch
+
+Term = tuple[Tensor, Tensor]  # what is minimised, and the mean square (or, for a mean error, the mean) that is shown
+
+
+class Loss:
+    """Derive from it and write `names`, `wanted`, `has` and `term`."""
+
+    Config: ClassVar[type[Section]]  # the section `loss` of the input
+    terms: list[str]  # the terms that are on
+    names: list[str]  # of the figures: "rmse" for the whole loss, then one for each term
+    wanted: tuple[str, ...]  # outputs of the model that it looks at
+
+    def __init__(self, config: Any, start_lr: float):
+        self.config, self.start_lr = config, start_lr
+        self._weights: dict[tuple, Tensor] = {}
+
+    def prefactor(self, term: str, lr: float) -> float:
+        """limit + (start − limit)·lr/start_lr"""
+        start, limit = (getattr(self.config, f"{end}_pref_{term}") for end in ("start", "limit"))
+        return limit + (start - limit) * lr / self.start_lr
+
+    def has(self, term: str, labels: Container[str]) -> bool:
+        """Whether data with these labels have what the term looks at."""
+        raise NotImplementedError
+
+    def term(self, name: str, prediction: dict[str, Tensor], batch: Batch) -> Term:
+        raise NotImplementedError
+
+    def learns_from(self, labels: Container[str]) -> bool:
+        """Whether data with these labels have anything that the loss looks at."""
+        return any(self.has(term, labels) for term in self.terms)
+
+    def __call__(self, prediction: dict[str, Tensor], batch: Batch, lr: float) -> tuple[Tensor, Tensor]:
+        """The loss, and sums (2·names,): atoms·value of every displayed quantity, then the atoms as their weights."""
+        anything = prediction[self.wanted[0]]
+        loss = anything.new_zeros(())
+        values, present = [loss], [True]
+        for name in self.terms:
+            present.append(self.has(name, batch.labels))
+            if not present[-1]:
+                values.append(loss.new_zeros(()))
+                continue
+            cost, figure = self.term(name, prediction, batch)
+            loss = loss + self.prefactor(name, lr) * cost
+            values.append(figure.detach())
+        if not any(present[1:]):  # nothing to learn from this batch: a gradient of zero, not none
+            loss = 0.0 * anything.sum()
+        values[0] = loss.detach().abs()
+        weights = self._present(tuple(present), loss.device)
+        return loss, torch.cat([torch.stack(values) * weights, weights]) * batch.type.shape[0]
+
+    def _present(self, present: tuple[bool, ...], device: torch.device) -> Tensor:
+        """Which quantities count, kept on the device so that a step copies nothing to it."""
+        key = (present, device)
+        if key not in self._weights:
+            self._weights[key] = torch.tensor(present, dtype=torch.float64, device=device)
+        return self._weights[key]
+
+    def metric(self, sums: Tensor) -> dict[str, float]:
+        """Displayed figures from sums over any number of micro-batches; nan where no data has the label."""
+        n = len(self.names)
+        totals = sums.tolist()
+        means = [v / w if w > 0 else nan for v, w in zip(totals[:n], totals[n:], strict=True)]
+        return {name: m if name.startswith("mae") else sqrt(m) for name, m in zip(self.names, means, strict=True)}

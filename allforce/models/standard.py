@@ -1,0 +1,280 @@
+"""A model of type `standard`: a descriptor with a fitting net, as DeePMD-kit has it.
+
+e_i = fitting(descriptor(r_e of i))       or another quantity of the fitting
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from allforce.config.keys import Int, Name, NonNegative, Pair, known_types, per_type
+from allforce.config.section import Section, Words, key, one_of
+from allforce.data.batch import Batch
+from allforce.data.prepare import Needs
+from allforce.data.sample import Sample
+from allforce.errors import UserError
+from allforce.models.descriptor import Descriptor
+from allforce.models.ener import EnerFitting
+from allforce.models.fitting import EnergyFitting, Fitting
+from allforce.models.model import CountNeighbors
+from allforce.models.potential import Potential
+from allforce.models.se_e2_a import SeE2A
+from allforce.models.table import TableConfig
+
+DESCRIPTORS: dict[str, type[Descriptor]] = {"se_e2_a": SeE2A}
+FITTINGS: dict[str, type[Fitting]] = {"ener": EnerFitting}
+
+if TYPE_CHECKING:
+    AnyDescriptor = Any
+    AnyFitting = Any
+else:
+    AnyDescriptor = one_of(DESCRIPTORS)
+    AnyFitting = one_of(FITTINGS)
+
+OutBias = Annotated[dict[Literal["energy"], list[float | None]], Words('{"energy": [number or null for each type]}')]
+
+
+class StandardConfig(Section):
+    """Descriptor and fitting net."""
+
+    type: Literal["standard"] = key("standard", 'Kind of model: "standard", a descriptor with a fitting net.')
+    type_map: list[Name] | None = key(
+        None, 'Names of the types, for example ["O", "H"]; taken from the data when left out.', min_length=1, free=True
+    )
+    descriptor: AnyDescriptor = key(..., "The descriptor, by its type.")
+    fitting_net: AnyFitting = key(..., "The fitting net, by its type.")
+    data_stat_nbatch: Int = key(
+        10, "Batches of each system used for the statistics of the descriptor.", ge=1, free=True
+    )
+    data_stat_protect: float = key(
+        0.01, "Smallest standard deviation used for frame and atomic parameters.", gt=0, free=True
+    )
+    data_bias_nsample: Int = key(10, "Batches of each system used when the energy bias is changed.", ge=1, free=True)
+    pair_exclude_types: list[Pair] = key([], "Pairs of types that do not interact, in the whole model.")
+    atom_exclude_types: list[NonNegative] = key([], "Types whose atoms have no energy of their own.")
+    preset_out_bias: OutBias | None = key(
+        None,
+        'Energy bias given by hand, {"energy": [value or null for each type]}, in eV; null: from the data.',
+        free=True,
+    )
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        names = self.type_map or []
+        if len(set(names)) < len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            yield "type_map", f"has {', '.join(twice)} more than once; every name must be there once"
+        if not names:
+            return
+        preset = (self.preset_out_bias or {}).get("energy", [])
+        yield from per_type("preset_out_bias/energy", preset, len(names))
+        yield from known_types("pair_exclude_types", self.pair_exclude_types, len(names))
+        yield from known_types("atom_exclude_types", self.atom_exclude_types, len(names))
+        for part in ("descriptor", "fitting_net"):
+            for name, what in getattr(self, part).problems_with_types(len(names)):
+                yield f"{part}/{name}", what
+
+
+class StandardModel(Potential):
+    """A descriptor and a fitting."""
+
+    Config = StandardConfig
+
+    keep: Tensor  # (nt,) 0 for atom_exclude_types
+
+    def __init__(self, config: StandardConfig):
+        super().__init__(config)
+        ntypes = len(self.type_map)
+        self.descriptor = DESCRIPTORS[config.descriptor.type](config.descriptor, ntypes)
+        d = self.descriptor
+        self.fitting = FITTINGS[config.fitting_net.type](
+            config.fitting_net, ntypes, d.dim, d.dim_vectors, d.mixed_types
+        )
+        self.dim_descriptor = d.dim
+        self.outputs = (*self.fitting.outputs, "descriptor")
+        keep = torch.ones(ntypes, dtype=torch.float64)
+        keep[config.atom_exclude_types] = 0.0
+        self.register_buffer("keep", keep, persistent=False)
+
+    @classmethod
+    def complete(
+        cls, config: StandardConfig, count: CountNeighbors | None, before: Any = None
+    ) -> tuple[StandardConfig, list[str]]:
+        part = config.descriptor
+        same = before is not None and before.descriptor.type == part.type
+        part, warnings = DESCRIPTORS[part.type].complete(part, count, before.descriptor if same else None)
+        return config.model_copy(update={"descriptor": part}), warnings
+
+    @property
+    def needs(self) -> Needs:
+        f = self.fitting
+        pairs = tuple((a, b) for a, b in self.config.pair_exclude_types)
+        return Needs(len(self.type_map), self.descriptor.limit, pairs, f.numb_fparam, f.numb_aparam, f.default_fparam)
+
+    def parts(self) -> dict[str, nn.Module]:
+        return {"descriptor": self.descriptor, "fitting-net": self.fitting}
+
+    # ---- from the data, before and while training
+
+    def fit_statistics(self, sample: Sample) -> list[str]:
+        self.descriptor.fit_statistics(sample)
+        return self.fitting.fit_statistics(sample, self.config)
+
+    def change_bias(self, sample: Sample, mode: str = "change") -> list[str]:
+        rows = []
+        for batch in sample.batches():
+            if "energy" in batch.labels:
+                with torch.no_grad():
+                    predicted = self(batch, ("energy",))["energy"] if mode == "change" else 0.0
+                rows.append(np.append(batch.type_counts, (batch.labels["energy"] - predicted).cpu().numpy()))
+        nt = len(self.type_map)
+        table = sample.rows(rows, nt + 1)
+        if len(table) == 0:
+            raise UserError("The energy bias cannot be fitted: no system has energy labels.")
+        return self.fitting.change_bias(table[:, :nt], table[:, nt], self.config.atom_exclude_types, mode)
+
+    def set_bias(self, values: np.ndarray) -> None:
+        self.fitting.set_bias(values)
+
+    def observed_types(self) -> list[str]:
+        return [name for name, seen in zip(self.type_map, self.descriptor.observed(), strict=True) if seen]
+
+    def prepare(self, table: TableConfig) -> None:
+        self.descriptor.prepare(table, self.min_nbor_dist)
+
+    def refresh(self) -> str | None:
+        return self.descriptor.refresh()
+
+    def numbers(self) -> dict[str, Any]:
+        return {**super().numbers(), **self.descriptor.numbers()}
+
+    def set_numbers(self, numbers: dict[str, Any]) -> None:
+        super().set_numbers(numbers)
+        self.descriptor.set_numbers(numbers)
+
+    # ---- the equation
+
+    def forward(self, batch: Batch, wanted: Collection[str]) -> dict[str, Tensor]:
+        if "descriptor" in wanted:
+            D = self.descriptor.alone(batch).double()
+            rest = [name for name in wanted if name != "descriptor"]
+            return {"descriptor": D, **(self(batch, rest) if rest else {})}
+        if isinstance(self.fitting, EnergyFitting):
+            return super().forward(batch, wanted)
+        if self.fitting.vectors:
+            D, vectors = self.descriptor.with_vectors(batch, batch.edges.r)
+        else:
+            D, vectors = self.descriptor.alone(batch), None
+        return self.fitting.predict(D, vectors, batch, wanted)
+
+    def energies(self, batch: Batch, r: Tensor) -> Tensor:
+        assert isinstance(self.fitting, EnergyFitting)
+        return self.kept(self.fitting(self.descriptor(batch, r), batch), batch)
+
+    def energies_alone(self, batch: Batch) -> Tensor:
+        assert isinstance(self.fitting, EnergyFitting)
+        return self.kept(self.fitting(self.descriptor.alone(batch), batch), batch)
+
+    def kept(self, e: Tensor, batch: Batch) -> Tensor:
+        return e * self.keep[batch.type] if self.config.atom_exclude_types else e
+
+    def energies_and_gradient(self, batch: Batch, r: Tensor) -> tuple[Tensor, Tensor]:
+        assert isinstance(self.fitting, EnergyFitting)
+        D, pull = self.descriptor.with_pull(batch, r)
+        e, gradient = self.fitting.with_gradient(D, batch)
+        if self.config.atom_exclude_types:
+            keep = self.keep[batch.type]
+            e, gradient = e * keep, gradient * keep[:, None].to(gradient.dtype)
+        return e, pull(gradient)
+
+    # ---- in files
+
+    def to_tree(self) -> dict[str, Any]:
+        """bias_τ goes to the fitting, with out_bias = 0 and out_std = 1."""
+        nt, config = len(self.type_map), self.config
+        width = self.fitting.out_width
+        return {
+            "@class": "Model",
+            "type": "standard",
+            "@version": 2,
+            "type_map": list(self.type_map),
+            "descriptor": self.descriptor.to_tree(list(self.type_map)),
+            "fitting": self.fitting.to_tree(list(self.type_map)),
+            "atom_exclude_types": list(config.atom_exclude_types),
+            "pair_exclude_types": [list(pair) for pair in config.pair_exclude_types],
+            "rcond": getattr(config.fitting_net, "rcond", None),
+            "preset_out_bias": config.preset_out_bias,
+            "@variables": {"out_bias": np.zeros((1, nt, width)), "out_std": np.ones((1, nt, width))},
+        }
+
+    @classmethod
+    def section_from_tree(cls, tree: dict[str, Any], script: dict[str, Any], source: str) -> dict[str, Any]:
+        parts = {
+            "descriptor": cls.section_of("descriptor", tree["descriptor"], DESCRIPTORS, source),
+            "fitting_net": cls.section_of("fitting_net", tree["fitting"], FITTINGS, source),
+        }
+        for name, part in parts.items():
+            seed = (script.get(name) or {}).get("seed")
+            if seed is not None:
+                part["seed"] = seed
+        if set(tree["fitting"].get("exclude_types") or ()) - set(tree.get("atom_exclude_types") or ()):
+            raise UserError(
+                f"{source}: 'exclude_types' of the fitting is not supported; use the model's atom_exclude_types."
+            )
+        section = {k: v for k, v in script.items() if k.startswith("data_") and k in cls.Config.model_fields}
+        for name in ("type_map", "pair_exclude_types", "atom_exclude_types", "preset_out_bias"):
+            if tree.get(name) is not None:
+                section[name] = tree[name]
+        return {"type": "standard", **section, **parts}
+
+    @staticmethod
+    def section_of(key: str, tree: dict[str, Any], parts: Any, source: str) -> dict[str, Any]:
+        part = part_named(key, tree.get("type"), parts, source)
+        return part.section_from_tree(tree, source) | {"type": part.Config.model_fields["type"].default}
+
+    def load_tree(self, tree: dict[str, Any], backend: str | None, source: str) -> None:
+        out = tree.get("@variables") or {}
+        out_std = out.get("out_std")
+        if backend == "TensorFlow" and out_std is not None and not np.all(out_std == 1.0):
+            raise UserError(
+                f"{source}: written by DeePMD-kit's TensorFlow backend with out_std = {np.ravel(out_std).tolist()}. "
+                "Only out_std = 1 can be read, because the backends disagree on its meaning."
+            )
+        self.descriptor.load_tree(tree["descriptor"], source)
+        self.fitting.load_tree(tree["fitting"], out.get("out_bias"), source)
+
+    @classmethod
+    def section_from_pt(cls, params: dict[str, Any], source: str) -> dict[str, Any]:
+        """The keys of the section that are known here; the parts have to be of known types."""
+        if "descriptor" not in params:
+            raise UserError(f"{source}: model type '{params.get('type')}' is not supported. Supported: standard.")
+        for name in ("spin", "use_srtab", "modifier", "type_embedding"):
+            if params.get(name):
+                raise UserError(f"{source}: model/{name} is not supported.")
+        section = {k: v for k, v in params.items() if k in cls.Config.model_fields}
+        for name, parts, default in (("descriptor", DESCRIPTORS, None), ("fitting_net", FITTINGS, "ener")):
+            part = part_named(name, params[name].get("type", default), parts, source)
+            section[name] = {k: v for k, v in params[name].items() if k in part.Config.model_fields}
+        if params["fitting_net"].get("dim_case_embd"):
+            raise UserError(f"{source}: model/fitting_net/dim_case_embd is not supported.")
+        return section
+
+    def load_pt(self, state: dict[str, Tensor], source: str) -> None:
+        out_bias = state.get("atomic_model.out_bias")
+        self.descriptor.load_pt(state, "atomic_model.descriptor", source)
+        out = None if out_bias is None else out_bias.detach().cpu().numpy()
+        self.fitting.load_pt(state, "atomic_model.fitting_net", out, source)
+        distance = state.get("min_nbor_dist")
+        self.min_nbor_dist = None if distance is None or float(distance) <= 0.0 else float(distance)
+
+
+def part_named(key: str, kind: Any, parts: Any, source: str) -> Any:
+    """The class of a part by its type or another name of it."""
+    for part in parts.values():
+        if kind in (part.Config.model_fields["type"].default, *part.Config.type_aliases):
+            return part
+    raise UserError(f"{source}: {key} of type '{kind}' is not supported. Supported: {', '.join(parts)}.")

@@ -1,0 +1,111 @@
+"""Nets of one scalar as splines on a common grid: the table on which they are trained.
+
+    G_n(x) ≈ Σ_k B_k(x) C_nk ,   C = M⁻¹ G(nodes)        see spline.py
+
+For every descriptor whose embedding is a curve of one scalar for each pair of types. The nets are a module that maps
+x (P, 1) to their values (P, nets, M).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from allforce.config.keys import Int
+from allforce.config.section import Section, key
+from allforce.models.spline import DEGREE, Grid
+
+MAX_NODES = 4096
+TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-5}
+
+
+class TableConfig(Section):
+    """How the embedding nets are evaluated while training. A frozen model has the plain nets either way."""
+
+    mode: Literal["table", "exact"] = key(
+        "table", "Interpolate the embedding nets between nodes, or evaluate them for every neighbour.", own=True
+    )
+    tolerance: float | None = key(
+        None, "Largest error of the interpolation; 1e-7 for float64 and 1e-5 for float32 when left out.", gt=0, own=True
+    )
+    nodes: Int = key(64, "Nodes to begin with; more are taken when the tolerance asks for it.", ge=9, own=True)
+
+
+class SplineTable(nn.Module):
+    """The grid, and the error of the nets on it. `grid` None: the nets are evaluated for every neighbour."""
+
+    nodes: Tensor  # (K, 1)
+    to_coefficients: Tensor  # (K, K) M⁻¹
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.dtype = dtype
+        self.tolerance = self.default_tolerance
+        self.grid: Grid | None = None
+        self.laid = False  # whether it has been decided if there is a grid
+        self.register_buffer("nodes", torch.zeros(0, 1, dtype=dtype), persistent=False)
+        self.register_buffer("to_coefficients", torch.zeros(0, 0, dtype=dtype), persistent=False)
+
+    @property
+    def default_tolerance(self) -> float:
+        return TOLERANCE[self.dtype]
+
+    @property
+    def K(self) -> int:
+        """Number of nodes, 0 without a table."""
+        return 0 if self.grid is None else self.grid.K
+
+    def lay(self, grid: Grid | None) -> None:
+        self.grid, self.laid = grid, True
+        if grid is not None:
+            nodes, inverse = torch.from_numpy(grid.nodes()[:, None]), torch.from_numpy(grid.collocation_inverse())
+            self.nodes = nodes.to(self.nodes)
+            self.to_coefficients = inverse.to(self.to_coefficients)
+
+    def coefficients(self, nets: nn.Module) -> Tensor:
+        """C (K, nets, M): the nets as splines; differentiable with respect to their parameters."""
+        G = nets(self.nodes)
+        return (self.to_coefficients @ G.flatten(1)).view_as(G)
+
+    def interpolate(self, C: Tensor, x: Tensor) -> Tensor:
+        """Values (P, M) at x (P,) from C (K, M) of one net; differentiable by x and C."""
+        assert self.grid is not None
+        return self.grid.interpolate(C, x.clamp(max=self.grid.hi))[0]
+
+    def error(self, nets: nn.Module) -> float:
+        """Largest error of value and slope at the mid-points of the grid, relative to the largest of each net."""
+        assert self.grid is not None
+        g, device = self.grid, self.nodes.device
+        double = {name: p.detach().double() for name, p in nets.named_parameters()}
+
+        def curve(x: Tensor) -> Tensor:  # in float64, so that what is measured is the interpolation and not rounding
+            return torch.func.functional_call(nets, double, (x[:, None],))
+
+        middle = g.lo + g.h * (torch.arange(g.K - DEGREE, dtype=torch.float64, device=device) + 0.5)
+        C = torch.from_numpy(g.collocation_inverse()).to(device) @ curve(
+            torch.from_numpy(g.nodes()).to(device)
+        ).flatten(1)
+        exact = torch.autograd.functional.jvp(curve, middle, torch.ones_like(middle))
+        worst = 0.0
+        for near, true in zip(g.interpolate(C, middle), exact, strict=True):  # values, then slopes
+            largest = true.abs().amax((0, 2)).clamp(min=1e-30)  # (nets,)
+            worst = max(worst, float(((near.view_as(true) - true).abs().amax((0, 2)) / largest).max()))
+        return worst
+
+    def refresh(self, nets: nn.Module) -> str | None:
+        """Double K until the error is within tolerance; says what was done, None when nothing was."""
+        if self.grid is None or (error := self.error(nets)) <= self.tolerance:
+            return None
+        old, grid, now = self.grid.K, self.grid, error
+        while now > self.tolerance and 2 * grid.K <= MAX_NODES:
+            grid = Grid(grid.lo, grid.hi, 2 * grid.K)
+            self.lay(grid)
+            now = self.error(nets)
+        if now > self.tolerance:
+            self.grid = None
+            return f"embedding table: error {now:.1e} > {self.tolerance:.0e} with {grid.K} nodes; exact from here on"
+        return (
+            f"embedding table: error {error:.1e} > {self.tolerance:.0e} with {old} nodes; now {now:.1e} with {grid.K}"
+        )
