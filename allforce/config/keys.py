@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from allforce.config.section import Words
 from allforce.errors import UserError
@@ -21,6 +21,16 @@ def _lower(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
+def precision_name(precision: str, env: Mapping[str, str] = os.environ) -> str:
+    """The floating-point type behind a precision: "default" is float64, or float32 with DP_INTERFACE_PREC=low."""
+    if precision != "default":
+        return precision
+    interface = env.get("DP_INTERFACE_PREC", "high").lower()
+    if interface not in ("high", "low"):
+        raise UserError(f'The environment variable DP_INTERFACE_PREC is "{interface}"; expected "high" or "low".')
+    return "float64" if interface == "high" else "float32"
+
+
 Int = Annotated[int, BeforeValidator(_whole)]
 NonNegative = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
 Positive = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
@@ -28,7 +38,8 @@ Seed = NonNegative | list[NonNegative] | None
 Pair = Annotated[list[NonNegative], Field(min_length=2, max_length=2)]
 Name = Annotated[str, Field(min_length=1)]
 Sel = Annotated[str, Field(pattern=r"^auto(:\d+(\.\d*)?)?$"), Words('"auto" or "auto:1.1"')] | list[NonNegative]
-Precision = Literal["default", "float32", "float64"]
+# "default" is resolved when the input is read, so that a run and its files have one precision wherever they go
+Precision = Annotated[Literal["default", "float32", "float64"], AfterValidator(lambda text: precision_name(text))]
 ACTIVATIONS = (
     '"tanh", "relu", "relu6", "softplus", "sigmoid", "gelu", "gelu_tf", "silu", "silut", "silut:T", "linear" or "none"'
 )
@@ -45,16 +56,6 @@ PRECISION_HELP = (
 )
 ACTIVATION_HELP = f"Activation function: {ACTIVATIONS}; capitals do not matter."
 SEED_HELP = "Seed of the initial parameters; a different one each run when left out."
-
-
-def precision_name(precision: str, env: Mapping[str, str] = os.environ) -> str:
-    """The floating-point type behind a precision: "default" is float64, or float32 with DP_INTERFACE_PREC=low."""
-    if precision != "default":
-        return precision
-    interface = env.get("DP_INTERFACE_PREC", "high").lower()
-    if interface not in ("high", "low"):
-        raise UserError(f'The environment variable DP_INTERFACE_PREC is "{interface}"; expected "high" or "low".')
-    return "float64" if interface == "high" else "float32"
 
 
 def per_type(name: str, values: Any, ntypes: int) -> Iterator[tuple[str, str]]:

@@ -22,7 +22,6 @@ from allforce.config.keys import (
     Precision,
     Seed,
     per_type,
-    precision_name,
 )
 from allforce.config.section import Section, key
 from allforce.data.batch import Batch
@@ -52,7 +51,7 @@ class EnerConfig(Section):
         aliases=("n_neuron",),
     )
     activation_function: Activation = key("tanh", ACTIVATION_HELP)
-    precision: Precision = key("default", PRECISION_HELP, free=True)
+    precision: Precision = key("default", PRECISION_HELP)
     resnet_dt: bool = key(True, "A trained step width in the skip connections.")
     trainable: bool | list[bool] = key(
         True,
@@ -72,11 +71,6 @@ class EnerConfig(Section):
         "without neighbours.",
     )
     use_aparam_as_mask: bool = key(False, "Atomic parameters are a mask, not an input of the net.")
-
-    @property
-    def dtype(self) -> str:
-        """float32 or float64."""
-        return precision_name(self.precision)
 
     def problems_with_types(self, ntypes: int) -> Iterator[tuple[str, str]]:
         yield from per_type("atom_ener", self.atom_ener, ntypes)
@@ -108,7 +102,7 @@ class EnerFitting(EnergyFitting):
 
     def __init__(self, config: EnerConfig, ntypes: int, dim: int, dim_vectors: int = 0, mixed_types: bool = False):
         super().__init__(config, ntypes, dim, dim_vectors, mixed_types)
-        self.dtype = DTYPES[config.dtype]
+        self.dtype = DTYPES[config.precision]
         self.numb_fparam, self.numb_aparam = config.numb_fparam, config.numb_aparam
         self.default_fparam = config.default_fparam
         extra = config.numb_fparam + (0 if config.use_aparam_as_mask else config.numb_aparam)

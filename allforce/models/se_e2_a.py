@@ -29,7 +29,6 @@ from allforce.config.keys import (
     Sel,
     known_types,
     per_type,
-    precision_name,
 )
 from allforce.config.section import Section, key
 from allforce.data.batch import Batch
@@ -81,7 +80,7 @@ class SeE2AConfig(Section):
     type_one_side: bool = key(
         False, "true: one embedding net per type of neighbour; false: one per pair (centre, neighbour)."
     )
-    precision: Precision = key("default", PRECISION_HELP, free=True)
+    precision: Precision = key("default", PRECISION_HELP)
     trainable: bool = key(True, "Whether the embedding nets are trained.", free=True)
     seed: Seed = key(None, SEED_HELP, free=True)
     exclude_types: list[Pair] = key([], "Pairs of types that do not see each other, for example [[0, 1]].")
@@ -89,11 +88,6 @@ class SeE2AConfig(Section):
     set_davg_zero: bool = key(
         False, "Use zero for the mean of the environment matrix. Set it together with atom_ener.", free=True
     )
-
-    @property
-    def dtype(self) -> str:
-        """float32 or float64."""
-        return precision_name(self.precision)
 
     def problems_with_types(self, ntypes: int) -> Iterator[tuple[str, str]]:
         yield from per_type("sel", self.sel, ntypes)
@@ -136,7 +130,7 @@ class SeE2A(Descriptor):
         super().__init__(config, ntypes)
         assert isinstance(config.sel, list), "sel is a list once the neighbours have been counted"
         self.nnei = float(sum(config.sel))
-        self.dtype = DTYPES[config.dtype]
+        self.dtype = DTYPES[config.precision]
         self.M1, self.M2 = config.neuron[-1], config.axis_neuron
         self.dim, self.dim_vectors = self.M1 * self.M2, self.M1
         self.one_side = config.type_one_side

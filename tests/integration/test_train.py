@@ -393,6 +393,21 @@ def test_a_restart_does_not_change_the_optimizer(folder, capsys):
     assert train(folder, "-i", "model.ckpt", optimizer={"type": "HybridMuon"}) == 0
 
 
+def test_a_restart_elsewhere_does_not_change_the_precision(folder, capsys, monkeypatch):
+    """The precision "default" is that of the environment of the first run, and its checkpoint knows it."""
+    monkeypatch.setenv("DP_INTERFACE_PREC", "low")
+    assert train(folder, training__numb_steps=2) == 0
+    assert json.loads((folder / "out.json").read_text())["model"]["descriptor"]["precision"] == "float32"
+    monkeypatch.delenv("DP_INTERFACE_PREC")
+    capsys.readouterr()
+    assert train(folder, "-r", "model.ckpt", training__numb_steps=4) == 2
+    expected = "model/descriptor/precision is float64, but model.ckpt was trained with float32"
+    assert expected in capsys.readouterr().err
+    assert main(["freeze", "-o", "model.dp"]) == 0 and load_model("model.dp").config.descriptor.precision == "float32"
+    assert train(folder, "-i", "model.ckpt", training__numb_steps=1) == 0
+    assert f"WARNING {expected}" in capsys.readouterr().err
+
+
 def test_types_without_energy_take_no_part_in_the_bias(folder):
     """All energy must go to type 0, after the training as before it."""
     change = {"training__numb_steps": 2, "model__atom_exclude_types": [1]}

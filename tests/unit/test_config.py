@@ -116,7 +116,7 @@ def test_defaults_are_those_of_deepmd() -> None:
                 "activation_function": "tanh",
                 "resnet_dt": False,
                 "type_one_side": False,
-                "precision": "default",
+                "precision": "float64",
                 "trainable": True,
                 "exclude_types": [],
                 "env_protection": 0.0,
@@ -128,7 +128,7 @@ def test_defaults_are_those_of_deepmd() -> None:
                 "numb_aparam": 0,
                 "neuron": [120, 120, 120],
                 "activation_function": "tanh",
-                "precision": "default",
+                "precision": "float64",
                 "resnet_dt": True,
                 "trainable": True,
                 "atom_ener": [],
@@ -327,7 +327,16 @@ def test_precision(precision: str, env: dict[str, str], name: str) -> None:
 def test_precision_of_the_environment_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DP_INTERFACE_PREC", "medium")
     with pytest.raises(UserError, match='DP_INTERFACE_PREC is "medium"; expected "high" or "low"'):
-        _ = parse_input(water(model__descriptor__precision="default")).model.descriptor.dtype
+        parse_input(water(model__descriptor__precision="default"))
+
+
+@pytest.mark.parametrize("given", ["default", REMOVE])
+def test_precision_is_resolved_when_the_input_is_read(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DP_INTERFACE_PREC", "low")
+    config = parse_input(water(model__descriptor__precision=given))
+    monkeypatch.delenv("DP_INTERFACE_PREC")
+    assert config.model.descriptor.precision == "float32" and config.model.fitting_net.precision == "float64"
+    assert normalised(config)["model"]["descriptor"]["precision"] == "float32"  # what a checkpoint keeps
 
 
 # ---------------------------------------------------------------------------------------------------------- mistakes
