@@ -41,7 +41,7 @@ def tree_from_model(model: Model) -> dict[str, Any]:
         "backend": "Allforce",
         "model": model.to_tree(),
         "model_def_script": script | {"info": {"observed_type": observed_types(model)}},
-        "@variables": {"min_nbor_dist": None if distance is None else np.float64(distance)},
+        "@variables": {} if distance is None else {"min_nbor_dist": np.float64(distance)},  # null stops TensorFlow
     }
 
 

@@ -16,6 +16,9 @@ def freeze(checkpoint: str = ".", output: str = "frozen_model") -> Path:
     path = Path(output)
     if path.suffix not in (*WRITTEN, *CONVERTIBLE):
         path = path.with_name(path.name + WRITTEN[0])
-    save_model(load_model(find(checkpoint)), path)
+    model = load_model(find(checkpoint))
+    save_model(model, path)
+    for caveat in model.caveats():
+        log.warning("%s: %s", path, caveat)
     log.info("Saved frozen model to %s", path)
     return path

@@ -101,6 +101,10 @@ class Descriptor(nn.Module):
 
     # ---- in files
 
+    def caveats(self) -> list[str]:
+        """What DeePMD-kit, or one of its backends, makes otherwise of its tree."""
+        return []
+
     def to_tree(self, type_map: list[str]) -> dict[str, Any]:
         return {
             "@class": "Descriptor",

@@ -130,6 +130,10 @@ class Model(nn.Module):
             "@variables": arrays_of(self),
         }
 
+    def caveats(self) -> list[str]:
+        """What DeePMD-kit, or one of its backends, makes otherwise of its tree; told when a model is frozen."""
+        return []
+
     @classmethod
     def section_from_tree(cls, tree: dict[str, Any], script: dict[str, Any], source: str) -> dict[str, Any]:
         """The section `model` that describes the tree. script: the one that the file carries beside it, if any."""

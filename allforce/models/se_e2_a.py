@@ -281,6 +281,14 @@ class SeE2A(Descriptor):
 
     # ---- in files
 
+    def caveats(self) -> list[str]:
+        if not self.config.exclude_types or not self.davg.any():
+            return []
+        return [
+            "exclude_types with a mean of the environment that is not zero: as .pb (TensorFlow) the model gives other "
+            "energies, since empty places of excluded types count as zero there. With set_davg_zero they are equal"
+        ]
+
     def to_tree(self, type_map: list[str]) -> dict[str, Any]:
         c = self.config
         sel, count = [int(n) for n in c.sel], int(self.nnei)

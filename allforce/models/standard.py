@@ -203,13 +203,21 @@ class StandardModel(Potential):
             "@version": 2,
             "type_map": list(self.type_map),
             "descriptor": self.descriptor.to_tree(list(self.type_map)),
-            "fitting": self.fitting.to_tree(list(self.type_map)),
+            "fitting": silenced(self.fitting.to_tree(list(self.type_map)), config.atom_exclude_types),
             "atom_exclude_types": list(config.atom_exclude_types),
             "pair_exclude_types": [list(pair) for pair in config.pair_exclude_types],
             "rcond": getattr(config.fitting_net, "rcond", None),
             "preset_out_bias": config.preset_out_bias,
             "@variables": {"out_bias": np.zeros((1, nt, width)), "out_std": np.ones((1, nt, width))},
         }
+
+    def caveats(self) -> list[str]:
+        found = self.descriptor.caveats()
+        if self.config.pair_exclude_types:
+            found.append("pair_exclude_types: DeePMD-kit's TensorFlow backend (.pb) does not have it")
+        if self.config.atom_exclude_types and self.fitting.mixed_types:
+            found.append("atom_exclude_types: as .pb (TensorFlow) the model has the energies of these atoms too")
+        return found
 
     @classmethod
     def section_from_tree(cls, tree: dict[str, Any], script: dict[str, Any], source: str) -> dict[str, Any]:
@@ -270,6 +278,21 @@ class StandardModel(Potential):
         self.fitting.load_pt(state, "atomic_model.fitting_net", out, source)
         distance = state.get("min_nbor_dist")
         self.min_nbor_dist = None if distance is None or float(distance) <= 0.0 else float(distance)
+
+
+def silenced(fitting: dict[str, Any], excluded: list[int]) -> dict[str, Any]:
+    """The tree of an energy fitting with zeros for the types that are left out.
+
+    DeePMD-kit's TensorFlow backend adds their energies, all others (and we) leave them out: with zeros they agree.
+    """
+    bias = fitting["@variables"].get("bias_atom_e")
+    if not excluded or bias is None or fitting.get("mixed_types") or "nets" not in fitting:
+        return fitting
+    for t in excluded:
+        last = fitting["nets"]["networks"][t]["layers"][-1]["@variables"]
+        last |= {name: np.zeros_like(last[name]) for name in ("w", "b")}
+    left = np.isin(np.arange(len(bias)), excluded, invert=True)
+    return {**fitting, "@variables": {**fitting["@variables"], "bias_atom_e": bias * left[:, None]}}
 
 
 def part_named(key: str, kind: Any, parts: Any, source: str) -> Any:

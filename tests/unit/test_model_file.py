@@ -78,6 +78,11 @@ def test_what_is_written_comes_back(variant: str, suffix: str, tmp_path: Path) -
     assert again.config.pair_exclude_types == model.config.pair_exclude_types
     assert again.config.atom_exclude_types == model.config.atom_exclude_types
     assert again.min_nbor_dist == 0.875
+    with torch.no_grad():  # zeros are written for what counts for nothing
+        for t in model.config.atom_exclude_types:
+            model.fitting.bias_atom_e[t] = 0.0
+            for parameter in model.fitting.nets[t].layers[-1].parameters():
+                parameter.zero_()
     for name, value in model.state_dict().items():
         assert torch.equal(value, again.state_dict()[name]) and value.dtype == again.state_dict()[name].dtype, name
     given = {"fparam": [1.0, 2.0], "aparam": [0.7]} if variant == "parameters" else {}
@@ -378,3 +383,53 @@ def test_lists_of_arrays_in_a_file_of_another_descriptor(suffix: str, tmp_path: 
         np.testing.assert_array_equal(found[2], weights[2])
     with pytest.raises(UserError, match="descriptor of type 'dpa2' is not supported"):
         load_model(path)
+
+
+def test_types_without_energy_are_written_as_zeros(tmp_path: Path) -> None:
+    """DeePMD-kit's TensorFlow backend would add their energies; here, and in other backends, nothing changes."""
+    model = make(atom_exclude_types=[1])
+    before = energies(model)
+    save_model(model, tmp_path / "m.dp")
+    fitting = read_tree(tmp_path / "m.dp")["model"]["fitting"]
+    kept, left_out = (net["layers"][-1]["@variables"] for net in fitting["nets"]["networks"])
+    assert kept["w"].any() and not left_out["w"].any() and not left_out["b"].any()
+    assert fitting["@variables"]["bias_atom_e"].ravel().tolist() == [-90.5, 0.0]
+    assert model.fitting.bias_atom_e.tolist() == [-90.5, -12.25] and model.fitting.nets[1].layers[-1].w.any()
+    for a, b in zip(before, energies(load_model(tmp_path / "m.dp")), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_null_where_deepmd_kit_writes_null(tmp_path: Path) -> None:
+    """As its stored models have it: no atom_ener, no smallest distance."""
+    save_model(make(), tmp_path / "m.yaml")
+    tree = yaml.safe_load((tmp_path / "m.yaml").read_text())
+    for name in ("atom_ener", "default_fparam", "layer_name", "spin", "rcond"):
+        tree["model"]["fitting"][name] = None
+    for name in ("preset_out_bias", "pair_exclude_types", "atom_exclude_types"):
+        tree["model"][name] = None
+    tree["@variables"] = {"min_nbor_dist": None}
+    (tmp_path / "m.yaml").write_text(yaml.safe_dump(tree))
+    model = load_model(tmp_path / "m.yaml")
+    assert model.config.fitting_net.atom_ener == [] and model.min_nbor_dist is None
+    for a, b in zip(energies(make()), energies(model), strict=True):
+        np.testing.assert_array_equal(a, b)
+    save_model(model, tmp_path / "again.dp")
+    assert read_tree(tmp_path / "again.dp")["@variables"] == {}  # null there stops its TensorFlow backend
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"descriptor": {"exclude_types": [[0, 1]]}}, "exclude_types with a mean of the environment that is not zero"),
+        ({"pair_exclude_types": [[0, 1]]}, "pair_exclude_types: DeePMD-kit's TensorFlow backend"),
+        ({"atom_exclude_types": [1]}, None),
+        ({}, None),
+    ],
+)
+def test_freezing_tells_what_another_backend_makes_otherwise(
+    changes: dict, words: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_model(make(**changes), tmp_path / "m.dp")
+    freeze(str(tmp_path / "m.dp"), str(tmp_path / "frozen.dp"))
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(told) == (words is not None) and all(words in line for line in told)
