@@ -63,24 +63,24 @@ def check_distances(i: np.ndarray, j: np.ndarray, r: np.ndarray, where: str, ord
 
 
 def limit_neighbors(
-    i: np.ndarray, j: np.ndarray, r: np.ndarray, type: np.ndarray, most: Sequence[int] | np.ndarray | int
+    i: np.ndarray, j: np.ndarray, r: np.ndarray, types: np.ndarray, most: Sequence[int] | np.ndarray | int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
     """The nearest most[t] neighbours of each centre and neighbour type t, in the order given, and the number dropped.
 
     A single number counts neighbours of all types together.
     """
     if isinstance(most, int):
-        most, type = [most], np.zeros_like(type)
+        most, types = [most], np.zeros_like(types)
     most = np.asarray(most, dtype=np.int64)
-    group = i * np.int64(len(most)) + type[j]  # (E,) one number per centre and neighbour type
-    count = np.bincount(group, minlength=len(type) * len(most)).reshape(-1, len(most))
+    group = i * np.int64(len(most)) + types[j]  # (E,) one number per centre and neighbour type
+    count = np.bincount(group, minlength=len(types) * len(most)).reshape(-1, len(most))
     if (count <= most).all():
         return i, j, r, 0
     order = np.lexsort((np.einsum("ea,ea->e", r, r), group))  # by group, then by distance
     first = np.cumsum(count.ravel()) - count.ravel()
     rank = np.empty(len(i), dtype=np.int64)
     rank[order] = np.arange(len(i)) - first[group[order]]
-    keep = rank < most[type[j]]
+    keep = rank < most[types[j]]
     return i[keep], j[keep], r[keep], int(len(i) - keep.sum())
 
 

@@ -60,6 +60,16 @@ class Sample:
         """Σ (width,) over the rows of all workers, one for a frame: the sum does not depend on who had which."""
         return self.rows(rows, width).sum(axis=0)
 
+    def observed_types(self) -> list[str]:
+        """Names of the types that have atoms in the sample of any worker."""
+        seen = np.zeros(self.ntypes)
+        for n in sorted({n for n, _ in self.members}):
+            system = self.loader.dataset.systems[n]
+            types = [system.frame(k).type for m, k in self.members if m == n] if system.mixed else [system.model_types]
+            for each in types:
+                seen += np.bincount(each[each >= 0], minlength=self.ntypes)
+        return [name for name, count in zip(self.loader.dataset.type_map, self.sum(seen), strict=True) if count > 0]
+
     def sum(self, values: np.ndarray) -> np.ndarray:
         """Σ over workers."""
         return reduce(values, self.comm)

@@ -13,9 +13,8 @@ from allforce.config.load import validated_config
 from allforce.errors import UserError
 from allforce.files import checkpoint
 from allforce.files.container import read_tree, write_tree
-from allforce.files.pt_checkpoint import model_from_pt, read_pt
+from allforce.files.pt_checkpoint import model_from_pt
 from allforce.files.tree import model_from_tree, tree_from_model
-from allforce.files.tree import observed_types as types_of_model
 from allforce.models import MODELS, Model
 
 WRITTEN = (".dp", ".yaml", ".yml")
@@ -62,18 +61,6 @@ def save_model(model: Model, path: str | Path) -> None:
     if not path.parent.is_dir():
         raise UserError(f"{path}: the directory {path.parent} does not exist.")
     write_tree(path, tree_from_model(model))
-
-
-def observed_types(path: str | Path) -> list[str]:
-    """The types that the training data held: as the file says, or, where it does not, by its statistics."""
-    path = _found(Path(path))
-    script: dict = {}
-    if path.suffix in WRITTEN:
-        script = read_tree(path).get("model_def_script") or {}
-    elif path.suffix == ".pt":
-        script = read_pt(path)[1]
-    recorded = (script.get("info") or {}).get("observed_type")
-    return types_of_model(load_model(path)) if recorded is None else recorded
 
 
 def _model_from_checkpoint(path: Path) -> Model:

@@ -24,6 +24,7 @@ def model_from_pt(path: Path) -> Model:
         raise UserError(f"{source}: model type '{kind}' is not supported. Supported: {', '.join(MODELS)}.")
     model = MODELS[kind](validated_config(MODELS[kind].section_from_pt(params, source), source))
     model.load_pt(state, source)
+    model.observed = (params.get("info") or {}).get("observed_type")
     return model
 
 

@@ -22,11 +22,13 @@ def model_from_tree(tree: dict[str, Any], source: str) -> Model:
     kind = stored.get("type", "standard")
     if kind not in MODELS:
         raise UserError(f"{source}: model type '{kind}' is not supported. Supported: {', '.join(MODELS)}.")
-    section = MODELS[kind].section_from_tree(stored, tree.get("model_def_script") or {}, source)
+    script = tree.get("model_def_script") or {}
+    section = MODELS[kind].section_from_tree(stored, script, source)
     model = MODELS[kind](validated_config(section, source))
     model.load_tree(stored, tree.get("backend"), source)
     distance = (tree.get("@variables") or {}).get("min_nbor_dist")
     model.min_nbor_dist = None if distance is None else float(distance)
+    model.observed = (script.get("info") or {}).get("observed_type")
     return model
 
 

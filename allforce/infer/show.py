@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from allforce.errors import UserError
-from allforce.files.model_file import load_model, observed_types
+from allforce.files.model_file import load_model
+from allforce.files.tree import observed_types
 
 log = logging.getLogger("deepmd.entrypoints.show")
 
@@ -40,7 +41,7 @@ def show(model: str, attributes: Sequence[str]) -> None:
         for name, size in {**sizes, "total": sum(p.numel() for p in loaded.parameters())}.items():
             log.info("Parameters in %s: %s", name, f"{size:,}")
     if "observed-type" in attributes:
-        found = observed_types(model)
+        found = observed_types(loaded)
         log.info("The observed types for this model: ")
         log.info("Number of observed types: %d ", len(found))
         log.info("Observed types: %s ", found)

@@ -96,7 +96,7 @@ class Descriptor(nn.Module):
         pass
 
     def observed(self) -> list[bool]:
-        """Which types had atoms in the training data, as far as its statistics tell."""
+        """Which types had atoms in the training data, as its statistics tell where no file says it."""
         return [True] * self.ntypes
 
     # ---- in files

@@ -68,7 +68,7 @@ def polynomial(table, u, out):
 
 
 @njit(**inline)
-def room(first):
+def edge_buffers(first):
     """For the edges of one atom: columns of `on_grid`, interval and neighbour type."""
     most = 0
     for i in range(first.shape[0] - 1):
@@ -120,7 +120,7 @@ def neighbor_groups(j, begin, end, types, tau, used, group, first_group, last_gr
 def moments(r, j, first, types, center, used, group, rs, rc, p, r_close, lo, inv_h, K, weighted, begin, end, sel, A):
     """A[i, :, (t − begin)·K + k] += w_e B_k(x_e) R̂_e over the edges of i, and the empty slots of `sel`; t a group."""
     value = np.empty(LANES)
-    c, b, t = room(first)
+    c, b, t = edge_buffers(first)
     for i in range(types.shape[0]):
         tau = types[i]
         avg, scale_r, scale_a = center[tau, 0], center[tau, 1], center[tau, 2]
@@ -154,7 +154,7 @@ def pull(r, j, first, types, center, used, group, rs, rc, p, r_close, lo, inv_h,
     """g_e = ∂E/∂r_e from gA = ∂E/∂A; edges to other types, and those not on the grid, are left as they are."""
     value = np.empty(LANES)
     slope = np.empty(LANES)
-    c, b, t = room(first)
+    c, b, t = edge_buffers(first)
     for i in range(types.shape[0]):
         tau = types[i]
         avg, scale_r, scale_a = center[tau, 0], center[tau, 1], center[tau, 2]
@@ -194,7 +194,7 @@ def push(r, j, first, types, center, used, group, rs, rc, p, r_close, lo, inv_h,
     """The adjoint of pull: A += Σ_e ∂(B R̂)/∂r_e · u_e."""
     value = np.empty(LANES)
     slope = np.empty(LANES)
-    c, b, t = room(first)
+    c, b, t = edge_buffers(first)
     for i in range(types.shape[0]):
         tau = types[i]
         avg, scale_r, scale_a = center[tau, 0], center[tau, 1], center[tau, 2]
@@ -229,7 +229,7 @@ def push(r, j, first, types, center, used, group, rs, rc, p, r_close, lo, inv_h,
 def radial_moments(r, j, first, types, center, used, group, rs, rc, p, r_close, lo, inv_h, K, weighted, begin, end, A):
     """A[i, 0, (t − begin)·K + k] += B_k(x_e): one component, no rows and no empty slots."""
     value = np.empty(LANES)
-    c, b, t = room(first)
+    c, b, t = edge_buffers(first)
     for i in range(types.shape[0]):
         tau = types[i]
         on_grid(
@@ -262,7 +262,7 @@ def radial_moments(r, j, first, types, center, used, group, rs, rc, p, r_close, 
 def radial_pull(r, j, first, types, center, used, group, rs, rc, p, r_close, lo, inv_h, K, weighted, begin, end, gA, g):
     """g_e = ∂E/∂r_e from gA = ∂E/∂A of radial_moments."""
     slope = np.empty(LANES)
-    c, b, t = room(first)
+    c, b, t = edge_buffers(first)
     for i in range(types.shape[0]):
         tau = types[i]
         on_grid(
@@ -299,7 +299,7 @@ def radial_pull(r, j, first, types, center, used, group, rs, rc, p, r_close, lo,
 def radial_push(r, j, first, types, center, used, group, rs, rc, p, r_close, lo, inv_h, K, weighted, begin, end, u, A):
     """The adjoint of radial_pull."""
     slope = np.empty(LANES)
-    c, b, t = room(first)
+    c, b, t = edge_buffers(first)
     for i in range(types.shape[0]):
         tau = types[i]
         on_grid(

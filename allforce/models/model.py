@@ -51,6 +51,7 @@ class Model(nn.Module):
         assert config.type_map is not None, "the types are known once the data are open"
         self.config, self.type_map = config, list(config.type_map)
         self.min_nbor_dist: float | None = None  # Å, the smallest distance in the training data, where it is known
+        self.observed: list[str] | None = None  # types that had atoms in the training data, where they are known
 
     @classmethod
     def complete(cls, config: Any, count: CountNeighbors | None, before: Any = None) -> tuple[Any, list[str]]:
@@ -88,8 +89,8 @@ class Model(nn.Module):
         raise UserError(f"A model of type {self.config.type!r} has no energy bias to set.")
 
     def observed_types(self) -> list[str]:
-        """Types that had atoms in the training data, as far as the model can tell."""
-        return list(self.type_map)
+        """Types that had atoms in the training data: as recorded, else as far as the model can tell."""
+        return list(self.type_map) if self.observed is None else self.observed
 
     # ---- before and while training
 
@@ -102,11 +103,11 @@ class Model(nn.Module):
 
     def numbers(self) -> dict[str, Any]:
         """What a checkpoint keeps besides the tensors of state_dict: plain JSON."""
-        return {"min_nbor_dist": self.min_nbor_dist}
+        return {"min_nbor_dist": self.min_nbor_dist, "observed_types": self.observed}
 
     def set_numbers(self, numbers: dict[str, Any]) -> None:
         """Before `prepare`."""
-        self.min_nbor_dist = numbers.get("min_nbor_dist")
+        self.min_nbor_dist, self.observed = numbers.get("min_nbor_dist"), numbers.get("observed_types")
 
     # ---- the equation
 

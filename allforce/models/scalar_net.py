@@ -24,7 +24,7 @@ from allforce.models.layers import Layer, Net
 
 
 @dataclass
-class Curve:
+class LayerRecord:
     """One layer after its product z: what the later sweeps need."""
 
     x: Tensor  # a_{l-1}, what came in
@@ -32,33 +32,33 @@ class Curve:
     t: Tensor  # φ(z)
     d: Tensor | None  # φ'(z), None where it follows from t
     dd: Tensor | None  # φ''(z), the same
-    steep: Tensor  # idt φ'(z)
+    slope: Tensor  # idt φ'(z)
     G: Tensor | None = None  # ∂e/∂a_l
     g: Tensor | None = None  # ∂e/∂z
 
 
-def bend(layer: Layer, z: Tensor, x: Tensor, second: bool) -> Curve:
+def activate(layer: Layer, z: Tensor, x: Tensor, second: bool) -> LayerRecord:
     """The layer from z = x w + b on; z is overwritten."""
     if layer.activation.lower() == "tanh" and kernels.compiled(z):
-        t, a, steep = z.tanh_(), torch.empty_like(z), torch.empty_like(z)
+        t, a, slope = z.tanh_(), torch.empty_like(z), torch.empty_like(z)
         arrays = (y.detach().numpy() for y in (t, idt_or_one(layer), x))
-        kernels.tanh_layer(*arrays, layer.copies, a.numpy(), steep.numpy())
-        return Curve(x, a, t, None, None, steep)
+        kernels.tanh_layer(*arrays, layer.copies, a.numpy(), slope.numpy())
+        return LayerRecord(x, a, t, None, None, slope)
     t, d, dd = slopes(layer, z, second)
-    a, steep = (t.clone(), d) if layer.idt is None else (t * layer.idt, d * layer.idt)
-    return Curve(x, add_residual(a, x, layer.copies), t, d, dd, steep)
+    a, slope = (t.clone(), d) if layer.idt is None else (t * layer.idt, d * layer.idt)
+    return LayerRecord(x, add_residual(a, x, layer.copies), t, d, dd, slope)
 
 
-def unbend(layer: Layer, c: Curve, a_bar: Tensor, z_dot: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def activation_adjoint(layer: Layer, c: LayerRecord, a_bar: Tensor, z_dot: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """z̄ (n, out), and the gradients of b and of idt."""
     assert c.G is not None
     if c.d is None or c.dd is None:
         z_bar, b_bar, idt_bar = torch.empty_like(c.t), torch.empty_like(layer.b), torch.empty_like(layer.b)
-        arrays = (y.detach().numpy() for y in (c.t, idt_or_one(layer), c.steep, a_bar, c.G, z_dot))
+        arrays = (y.detach().numpy() for y in (c.t, idt_or_one(layer), c.slope, a_bar, c.G, z_dot))
         kernels.tanh_adjoint(*arrays, z_bar.numpy(), b_bar.numpy(), idt_bar.numpy())
         return z_bar, b_bar, idt_bar
-    bent = c.dd * z_dot if layer.idt is None else c.dd * z_dot * layer.idt
-    z_bar = (a_bar * c.steep).addcmul_(c.G, bent)
+    curved = c.dd * z_dot if layer.idt is None else c.dd * z_dot * layer.idt
+    z_bar = (a_bar * c.slope).addcmul_(c.G, curved)
     return z_bar, z_bar.sum(0), (a_bar * c.t).addcmul_(c.G, c.d * z_dot).sum(0)
 
 
@@ -89,12 +89,12 @@ def add_residual_back(y: Tensor, g: Tensor, copies: int) -> Tensor:
     return y.add_(g) if copies == 1 else y
 
 
-def forward_and_back(net: Net, x: Tensor, second: bool, e: Tensor, gradient: Tensor) -> list[Curve]:
+def forward_and_back(net: Net, x: Tensor, second: bool, e: Tensor, gradient: Tensor) -> list[LayerRecord]:
     """Fill e (n,) and ∂e/∂x (n, m)."""
     *hidden, last = net.layers
-    tape: list[Curve] = []
+    tape: list[LayerRecord] = []
     for layer in hidden:
-        tape.append(bend(layer, torch.addmm(layer.b, x, layer.w), x, second))
+        tape.append(activate(layer, torch.addmm(layer.b, x, layer.w), x, second))
         x = tape[-1].a
     e.copy_(torch.addmm(last.b, x, last.w)[:, 0])
     G = last.w[:, 0].repeat(len(x), 1)
@@ -102,19 +102,19 @@ def forward_and_back(net: Net, x: Tensor, second: bool, e: Tensor, gradient: Ten
         gradient.copy_(G)
     for n in reversed(range(len(hidden))):
         layer, c = hidden[n], tape[n]
-        c.G, c.g = G, G * c.steep
+        c.G, c.g = G, G * c.slope
         G = add_residual_back(torch.mm(c.g, layer.w.T, out=gradient if n == 0 else None), G, layer.copies)
     return tape
 
 
-def tangent_and_adjoint(net: Net, tape: list[Curve], e_bar: Tensor, v: Tensor, x: Tensor, x_bar: Tensor | None):
+def tangent_and_adjoint(net: Net, tape: list[LayerRecord], e_bar: Tensor, v: Tensor, x: Tensor, x_bar: Tensor | None):
     """Gradients of the parameters, in the order of `parameters`; fills x̄ (n, m) if it is wanted."""
     *hidden, last = net.layers
     dot, z_dots, a_dots = v, [], []
     for layer, c in zip(hidden, tape, strict=True):
         a_dots.append(dot)
         z_dots.append(dot @ layer.w)
-        dot = add_residual(z_dots[-1] * c.steep, dot, layer.copies)
+        dot = add_residual(z_dots[-1] * c.slope, dot, layer.copies)
     out = tape[-1].a if tape else x
     gradients = [torch.mv(out.T, e_bar).add_(dot.sum(0))[:, None], e_bar.sum()[None]]  # of the last layer
     a_bar = e_bar[:, None] * last.w[:, 0]
@@ -123,7 +123,7 @@ def tangent_and_adjoint(net: Net, tape: list[Curve], e_bar: Tensor, v: Tensor, x
     for n in reversed(range(len(hidden))):
         layer, c = hidden[n], tape[n]
         assert c.g is not None
-        z_bar, b_bar, idt_bar = unbend(layer, c, a_bar, z_dots[n])
+        z_bar, b_bar, idt_bar = activation_adjoint(layer, c, a_bar, z_dots[n])
         w_bar = torch.mm(c.x.T, z_bar, out=landing(layer.w)).addmm_(a_dots[n].T, c.g)
         gradients = [w_bar, b_bar, *([] if layer.idt is None else [idt_bar]), *gradients]
         if n > 0 or x_bar is not None:

@@ -141,6 +141,8 @@ class StandardModel(Potential):
         self.fitting.set_bias(values)
 
     def observed_types(self) -> list[str]:
+        if self.observed is not None:
+            return self.observed
         return [name for name, seen in zip(self.type_map, self.descriptor.observed(), strict=True) if seen]
 
     def prepare(self, table: TableConfig) -> None:

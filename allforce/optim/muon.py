@@ -64,7 +64,7 @@ class HybridMuonConfig(Section):
 
 
 class Matrices:
-    """Parameters that are matrices of one shape, and their momentum; `mine`, the worker's own, in one stack."""
+    """Parameters that are matrices of one shape, and their momentum; `own`, the worker's own, in one stack."""
 
     def __init__(self, shape: tuple[int, int], names: list[str], parameters: Parameters, scale: float):
         self.shape, self.names, self.scale = shape, names, scale
@@ -166,11 +166,11 @@ class HybridMuon(Optimizer):
     def tensors(self) -> dict[str, Tensor]:
         values = self.parameters.split(self.parameters.flat)
         found: dict[str, Tensor] = {}
-        mine = {n: view for group in self.groups for n, view in group.views.items()}
+        own = {n: view for group in self.groups for n, view in group.views.items()}
         for name in self.matrix_names:
             whole = torch.zeros_like(values[name], dtype=torch.float32)
-            if name in mine:
-                whole.copy_(mine[name].view(whole.shape))
+            if name in own:
+                whole.copy_(own[name].view(whole.shape))
             if self.comm is not None:
                 self.comm.all_reduce(whole)  # one is its owner's, the others are zero
             found[f"momentum/{name}"] = whole

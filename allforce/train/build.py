@@ -68,16 +68,17 @@ def _with_type_map(config: Any, type_map: list[str]) -> Any:
     return config
 
 
-def set_statistics(model: Model, loader: Loader, input: Input, comm: Comm) -> None:
+def set_statistics(model: Model, loader: Loader, settings: Input, comm: Comm) -> None:
     """Whatever the model takes from the training data before training."""
-    config = input.training
+    config = settings.training
     if comm.rank == 0:
         n = loader.needs.numb_fparam
         log.info(f"training with {n} frame parameter(s)" if n else "training without frame parameter")
         log.info("data stating... (this step may take long time)")
     split = config.sharding != "partition"
-    sample = Sample(loader, input.model.data_stat_nbatch, comm, split, config.stat_file)
+    sample = Sample(loader, settings.model.data_stat_nbatch, comm, split, config.stat_file)
     lines = model.fit_statistics(sample)
+    model.observed = sample.observed_types()
     sample.file.save(read_only=config.stat_file_mode == "read")
     if comm.rank == 0:
         for line in lines:

@@ -17,9 +17,9 @@ from allforce.errors import UserError
 from allforce.train.source import Source
 
 
-def open_data(input: Input, source: Source | None, comm: Comm) -> tuple[DataSet, DataSet | None]:
+def open_data(settings: Input, source: Source | None, comm: Comm) -> tuple[DataSet, DataSet | None]:
     """Training and validation data; workers that see different data stop."""
-    config, type_map = input.training, input.model.type_map
+    config, type_map = settings.training, settings.model.type_map
     if source is not None:
         if type_map is not None and type_map != source.config.type_map:
             raise UserError(
@@ -50,8 +50,8 @@ def _open(config: DataConfig, type_map: list[str] | None, name: str, rank: int =
             )
         batch_size = partition(batch_size, rank, size) if isinstance(batch_size, list) else batch_size
         if sys_probs is not None:
-            mine = [max(p, 0.0) for p in partition(sys_probs, rank, size)]
-            sys_probs = [p / sum(mine) for p in mine] if sum(mine) > 0 else None
+            own = [max(p, 0.0) for p in partition(sys_probs, rank, size)]
+            sys_probs = [p / sum(own) for p in own] if sum(own) > 0 else None
     return DataSet(systems, batch_size, config.auto_prob, sys_probs, name)
 
 

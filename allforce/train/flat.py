@@ -68,9 +68,9 @@ class FlatParameters:
 
     def land(self) -> None:
         """Let functions write gradients straight into the buffer; only when a step has one micro-batch."""
-        for parameter, place in zip(self.parameters, self._gradients, strict=True):
-            if parameter.dtype == place.dtype:
-                parameter.landing = Landing(place, self)  # type: ignore[attr-defined]
+        for parameter, target in zip(self.parameters, self._gradients, strict=True):
+            if parameter.dtype == target.dtype:
+                parameter.landing = Landing(target, self)  # type: ignore[attr-defined]
 
     def differentiate(self, loss: Tensor, sums: Tensor, scale: float, first: bool) -> None:
         """Set (first) or add scale·∂loss/∂parameters and the metric sums of one micro-batch.
@@ -81,7 +81,7 @@ class FlatParameters:
         self.passes += 1
         weight = torch.full_like(loss, scale)
         gradients = torch.autograd.grad(loss, self.parameters, weight, materialize_grads=True)
-        if first:  # what a function has put into its place already stays there
+        if first:  # what a function has put into its target already stays there
             moves = [(to, g) for to, g in zip(self._gradients, gradients, strict=True) if to.data_ptr() != g.data_ptr()]
             torch._foreach_copy_([to for to, _ in moves], [g for _, g in moves])
             self.sums.copy_(sums)
@@ -127,16 +127,16 @@ class FlatParameters:
 
 
 class Landing:
-    """The place of a parameter's gradient in the buffer, for the first of a backward pass that asks for it.
+    """The target of a parameter's gradient in the buffer, for the first of a backward pass that asks for it.
 
     A net that is used twice has two gradients, which autograd adds: the second must not lie where the first does.
     """
 
-    def __init__(self, place: Tensor, owner: FlatParameters):
-        self.place, self.owner, self.taken = place, owner, -1
+    def __init__(self, target: Tensor, owner: FlatParameters):
+        self.target, self.owner, self.taken = target, owner, -1
 
     def take(self) -> Tensor | None:
         if self.taken == self.owner.passes:
             return None
         self.taken = self.owner.passes
-        return self.place
+        return self.target

@@ -99,8 +99,8 @@ def run_name(source: Source | None) -> str:
 def shared_seed(seed: int | list[int] | None, source: Source | None, comm: Comm) -> int:
     """One seed for all workers: the input's, else that of the run that is continued, else a new one."""
     if seed is None:
-        mine = source.seed if source is not None and source.seed is not None else secrets.randbits(31)
-        return comm.gather(mine)[0]
+        seed = source.seed if source is not None and source.seed is not None else secrets.randbits(31)
+        return comm.gather(seed)[0]
     return int(np.random.SeedSequence(seed).generate_state(1)[0]) if isinstance(seed, list) else seed
 
 

@@ -57,14 +57,14 @@ class Job:
     def predict(self, batch: Batch) -> dict[str, Tensor]:
         return self.state.model(batch, self.loss.wanted)
 
-    def place(self, step: int) -> tuple[int, int]:
+    def first_and_stride(self, step: int) -> tuple[int, int]:
         """Number of this worker's first micro-batch of a step in its sampler's order, and the distance to its next."""
         offset, distance = stride(self.input.training.sharding, self.comm.rank, self.comm.size)
         return offset + distance * self.input.training.acc_freq * step, distance
 
     def names_of(self, step: int) -> list[str]:
         """Where the micro-batches of this worker at a step come from."""
-        first, distance = self.place(step)
+        first, distance = self.first_and_stride(step)
         numbers = range(first, first + distance * self.input.training.acc_freq, distance)
         return [self.loader.batch(m).name for m in numbers]
 
@@ -73,50 +73,52 @@ class Job:
         return {"run": self.run, "seed": self.seed, "input": normalised(self.input)}
 
 
-def prepare(input: Input, comm: Comm, options: Options, device: torch.device) -> Job:
+def prepare(settings: Input, comm: Comm, options: Options, device: torch.device) -> Job:
     """Open the data, make the statistics, build the model and give every worker the same initial state."""
     source = read_source(options, comm)
-    training, validation = open_data(input, source, comm)
-    split = input.training.sharding != "partition"
-    section, nearest = complete_model(input.model, training, options, source, comm, split)
-    input = input.model_copy(update={"model": section})
-    complete, (input, numb_steps) = normalised(input), scaled_steps(input, training, comm)
-    seed = shared_seed(input.training.seed, source, comm)
+    training, validation = open_data(settings, source, comm)
+    split = settings.training.sharding != "partition"
+    section, nearest = complete_model(settings.model, training, options, source, comm, split)
+    settings = settings.model_copy(update={"model": section})
+    complete, (settings, numb_steps) = normalised(settings), scaled_steps(settings, training, comm)
+    seed = shared_seed(settings.training.seed, source, comm)
     if comm.rank == 0:
         for line in [line for d in (training, validation) if d is not None for line in d.summary()]:
             log.info(line)
         Path(options.output).write_text(json.dumps(complete, indent=4, ensure_ascii=False) + "\n")
-        (Path(input.training.save_dir or ".") / input.training.save_ckpt).parent.mkdir(parents=True, exist_ok=True)
-    loss = LOSSES[input.loss.type](input.loss, input.learning_rate.start_lr)
+        (Path(settings.training.save_dir or ".") / settings.training.save_ckpt).parent.mkdir(
+            parents=True, exist_ok=True
+        )
+    loss = LOSSES[settings.loss.type](settings.loss, settings.learning_rate.start_lr)
     check_labels(training, loss, comm, split)
-    schedule = Schedule(input.learning_rate, numb_steps, comm.size, getattr(input.loss, "schedule", "lr"))
-    sampler = make_sampler(training, seed, input.training.sharding, comm.rank)
+    schedule = Schedule(settings.learning_rate, numb_steps, comm.size, getattr(settings.loss, "schedule", "lr"))
+    sampler = make_sampler(training, seed, settings.training.sharding, comm.rank)
     model = MODELS[section.type](section)
     model.min_nbor_dist = nearest
-    check_outputs(model, loss, input)
-    cache = make_cache(input.training.cache_memory, comm)
+    check_outputs(model, loss, settings)
+    cache = make_cache(settings.training.cache_memory, comm)
     loader = Loader(training, sampler, model.needs, device, cache)
-    state = initial_state(model, input, loader, loss, source, options, comm)
+    state = initial_state(model, settings, loader, loss, source, options, comm)
     held_out = None
     if validation is not None:
         held_out = Loader(validation, Sampler(validation, seed ^ VALIDATION), model.needs, device, cache)
     run, restarted = run_name(source), options.restart is not None
-    return Job(input, state, loss, schedule, loader, held_out, numb_steps, seed, run, restarted, comm)
+    return Job(settings, state, loss, schedule, loader, held_out, numb_steps, seed, run, restarted, comm)
 
 
 def check_labels(training: DataSet, loss: Loss, comm: Comm, split: bool) -> None:
     """Systems that the loss learns nothing from are named; when all are such, that is an error."""
-    mute = [s.name for s in training.systems if not loss.learns_from(s.label_names)]
-    told = comm.gather([len(training.systems), len(mute), mute[:NAMED]])
-    told = told[:1] if split else told  # the same data everywhere, or each its own
-    total, count = sum(t[0] for t in told), sum(t[1] for t in told)
+    unlabelled = [s.name for s in training.systems if not loss.learns_from(s.label_names)]
+    reports = comm.gather([len(training.systems), len(unlabelled), unlabelled[:NAMED]])
+    reports = reports[:1] if split else reports  # the same data everywhere, or each its own
+    total, count = sum(r[0] for r in reports), sum(r[1] for r in reports)
     if count == total:
         hint = training.systems[0].label_hint
         raise UserError(
             f"training/training_data: no system has a label that the loss uses (in {training.systems[0].name}: {hint})."
         )
     if count and comm.rank == 0:
-        names = [name for t in told for name in t[2]][:NAMED]
+        names = [name for r in reports for name in r[2]][:NAMED]
         more = f" and {count - len(names)} more" if count > len(names) else ""
         log.warning(
             f"{count} of {total} training systems have no label (energy.npy, force.npy, …) that the loss uses, "
@@ -124,42 +126,42 @@ def check_labels(training: DataSet, loss: Loss, comm: Comm, split: bool) -> None
         )
 
 
-def check_outputs(model: Model, loss: Loss, input: Input) -> None:
+def check_outputs(model: Model, loss: Loss, settings: Input) -> None:
     """The model can predict what the loss looks at."""
     missing = [name for name in loss.wanted if name not in model.outputs]
     if missing:
         raise UserError(
-            f"loss/type {input.loss.type!r} looks at {', '.join(missing)}; the model predicts "
+            f"loss/type {settings.loss.type!r} looks at {', '.join(missing)}; the model predicts "
             f"{', '.join(model.outputs)}. Choose the loss that belongs to the model."
         )
 
 
 def initial_state(
-    model: Model, input: Input, loader: Loader, loss: Loss, source: Source | None, options: Options, comm: Comm
+    model: Model, settings: Input, loader: Loader, loss: Loss, source: Source | None, options: Options, comm: Comm
 ) -> State:
     """The model from scratch with statistics of the data, or as its source has it; rank 0's on all workers."""
-    config = input.training
+    config = settings.training
     if source is None:
-        set_statistics(model, loader, input, comm)
+        set_statistics(model, loader, settings, comm)
     model.to(loader.device)
     state = State(
-        model, input.optimizer, 2 * len(loss.names), config.gradient_precision, comm, config.zero_stage, config.ema
+        model, settings.optimizer, 2 * len(loss.names), config.gradient_precision, comm, config.zero_stage, config.ema
     )
     if source is not None:
         source.load_into(state, resume=options.restart is not None)
     state.broadcast(comm)
     model.prepare(config.table)
     if options.finetune:
-        change_bias(model, loader, input.model.data_bias_nsample, comm, config.sharding != "partition")
+        change_bias(model, loader, settings.model.data_bias_nsample, comm, config.sharding != "partition")
     return state
 
 
-def scaled_steps(input: Input, training: DataSet, comm: Comm) -> tuple[Input, int]:
-    """numb_steps, and the input with its counts of steps divided by the workers where that is asked for.
+def scaled_steps(settings: Input, training: DataSet, comm: Comm) -> tuple[Input, int]:
+    """numb_steps, and the settings with its counts of steps divided by the workers where that is asked for.
 
     An epoch is one pass of all workers together, so numb_epoch needs no scaling.
     """
-    config, rate = input.training, input.learning_rate
+    config, rate = settings.training, settings.learning_rate
     steps, workers = config.numb_steps, comm.size
     if steps is None:
         batches = training.total_batches()
@@ -169,7 +171,7 @@ def scaled_steps(input: Input, training: DataSet, comm: Comm) -> tuple[Input, in
     elif config.scale_steps_by_worker:
         steps = max(1, steps // workers)
     if not config.scale_steps_by_worker or workers == 1:
-        return input, steps
+        return settings, steps
 
     def fewer(section, *names):
         return section.model_copy(
@@ -178,4 +180,4 @@ def scaled_steps(input: Input, training: DataSet, comm: Comm) -> tuple[Input, in
 
     counts = ("numb_steps", "disp_freq", "save_freq") if config.numb_steps is not None else ("disp_freq", "save_freq")
     update = {"training": fewer(config, *counts), "learning_rate": fewer(rate, "decay_steps", "warmup_steps")}
-    return input.model_copy(update=update), steps
+    return settings.model_copy(update=update), steps

@@ -51,7 +51,7 @@ class Trainer:
             self.loop()
 
     def loop(self) -> None:
-        self.job.loader.start(*self.job.place(self.first))
+        self.job.loader.start(*self.job.first_and_stride(self.first))
         try:
             while (step := self.state.step) < self.last:
                 if self.shows(step):
@@ -92,7 +92,7 @@ class Trainer:
             self.seen.append((batch.name, loss.detach()))
             self.frames += batch.nframes
         self.flat.reduce_finish(self.flat.reduce_start(self.comm), self.comm)
-        self.look_at(step)
+        self.check_finite(step)
         if self.config.disp_avg:
             self.sum_since += self.flat.sums
 
@@ -102,7 +102,7 @@ class Trainer:
         self.monitor.step(self.frames)
         self.display.progress(self.state.step)
 
-    def look_at(self, step: int) -> None:
+    def check_finite(self, step: int) -> None:
         """Stop every worker when the loss is not a number: all of them see the same reduced sums."""
         finite = torch.isfinite(self.flat.sums[0])
         if self.watch:
@@ -114,10 +114,10 @@ class Trainer:
             self.stop_not_finite(int(self.bad_step))
 
     def stop_not_finite(self, step: int) -> None:
-        mine = [name for name, loss in self.seen if not torch.isfinite(loss)] if self.watch else self.job.names_of(step)
-        names = [name for rank in self.comm.gather(mine) for name in rank]
-        mine = [str(p) for p in checkpoint.of_run(self.job.prefix, self.job.run, step)] if self.comm.rank == 0 else []
-        kept = self.comm.gather(mine)[0]
+        own = [name for name, loss in self.seen if not torch.isfinite(loss)] if self.watch else self.job.names_of(step)
+        names = [name for rank in self.comm.gather(own) for name in rank]
+        saved = [str(p) for p in checkpoint.of_run(self.job.prefix, self.job.run, step)] if self.comm.rank == 0 else []
+        kept = self.comm.gather(saved)[0]
         where = f"The last good checkpoint is {kept[-1]}." if kept else "No checkpoint had been written."
         raise UserError(
             f"The loss is not finite at step {step}, in the batch of {'; '.join(names)}. {where} Look for wrong labels "
@@ -200,7 +200,7 @@ class Trainer:
                 sums += one
             self.comm.all_reduce(sums)
             self.flat.sums.copy_(sums)
-            self.look_at(step)
+            self.check_finite(step)
             self.record(step)
             self.show(step)
             if self.config.change_bias_after_training:

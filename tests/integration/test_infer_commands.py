@@ -17,7 +17,8 @@ from allforce.cli import main
 from allforce.files import checkpoint
 from allforce.files.checkpoint import Checkpoint
 from allforce.files.container import read_tree, write_tree
-from allforce.files.model_file import load_model, observed_types, save_model
+from allforce.files.model_file import load_model, save_model
+from allforce.files.tree import observed_types
 from allforce.infer.predict import DeepPot
 from allforce.models.standard import StandardConfig, StandardModel
 
@@ -370,14 +371,14 @@ def test_observed_types_by_the_statistics(folder: Path, dp: Command) -> None:
     ):
         model.descriptor.dstd.copy_(torch.tensor(rows)[:, [0, 1, 1, 1]])
         save_model(model, "some.dp")
-        assert observed_types("some.dp") == expected
+        assert observed_types(load_model("some.dp")) == expected
     tree = read_tree(Path("m.dp"))
     tree["model_def_script"]["info"]["observed_type"] = ["H"]
     write_tree(Path("told.yaml"), tree)
-    assert observed_types("told.yaml") == ["H"]
+    assert observed_types(load_model("told.yaml")) == ["H"]
     del tree["model_def_script"]["info"]
     write_tree(Path("silent.yaml"), tree)
-    assert observed_types("silent.yaml") == ["H", "O"]
+    assert observed_types(load_model("silent.yaml")) == ["H", "O"]
 
 
 def test_neighbor_stat(folder: Path, dp: Command) -> None:

@@ -14,7 +14,8 @@ import yaml
 from allforce.errors import UserError
 from allforce.files.checkpoint import Checkpoint, save
 from allforce.files.container import read_tree, write_tree
-from allforce.files.model_file import load_model, observed_types, save_model
+from allforce.files.model_file import load_model, save_model
+from allforce.files.tree import observed_types
 from allforce.infer.freeze import freeze
 from allforce.infer.predict import DeepPot
 from allforce.models.standard import StandardConfig, StandardModel
@@ -307,7 +308,7 @@ def test_pytorch_checkpoint(tmp_path: Path) -> None:
     for a, b in zip(energies(model), energies(again), strict=True):
         np.testing.assert_array_equal(a, b)
     assert again.min_nbor_dist == 0.875
-    assert observed_types(tmp_path / "m.pt") == ["H", "O"]
+    assert observed_types(load_model(tmp_path / "m.pt")) == ["H", "O"]
 
 
 def test_pytorch_checkpoints_that_are_refused(tmp_path: Path) -> None:
