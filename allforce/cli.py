@@ -10,9 +10,10 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import MutableMapping
 
 from allforce import __version__
+from allforce.distributed import ENGINES
 from allforce.errors import UserError, file_problem
+from allforce.logs import LEVELS
 
-LOG_LEVELS = ["DEBUG", "3", "INFO", "2", "WARNING", "1", "ERROR", "0"]
 BACKENDS = {
     "tensorflow": ["--tf", "--tensorflow"],
     "pytorch": ["--pt", "--pytorch"],
@@ -152,7 +153,9 @@ def parser() -> ArgumentParser:
 def _command(commands, name: str, run, help: str) -> ArgumentParser:
     form = argparse.ArgumentDefaultsHelpFormatter
     p = commands.add_parser(name, help=help, description=help, formatter_class=form, allow_abbrev=False)
-    p.add_argument("-v", "--log-level", choices=LOG_LEVELS, default="INFO", help="least important lines that are shown")
+    p.add_argument(
+        "-v", "--log-level", choices=list(LEVELS), default="INFO", help="least important lines that are shown"
+    )
     p.add_argument("-l", "--log-path", metavar="FILE", help="also write the log to this file")
     p.set_defaults(run=run)
     return p
@@ -184,8 +187,7 @@ def _train(commands) -> None:
     p.add_argument(
         "--workers", metavar="N", help="start N workers on this machine; auto: one per GPU, else cores / threads"
     )
-    engines = ["auto", "torch", "mpi", "horovod", "serial"]
-    p.add_argument("--engine", choices=engines, default="auto", help="what carries data between workers")
+    p.add_argument("--engine", choices=ENGINES, default="auto", help="what carries data between workers")
     p.add_argument(
         "--comm-profile", action="store_true", help="every worker writes its communication to mpi_profile.<job>.<rank>"
     )

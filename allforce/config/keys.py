@@ -40,21 +40,21 @@ Name = Annotated[str, Field(min_length=1)]
 Sel = Annotated[str, Field(pattern=r"^auto(:\d+(\.\d*)?)?$"), Words('"auto" or "auto:1.1"')] | list[NonNegative]
 # "default" is resolved when the input is read, so that a run and its files have one precision wherever they go
 Precision = Annotated[Literal["default", "float32", "float64"], AfterValidator(lambda text: precision_name(text))]
-ACTIVATIONS = (
-    '"tanh", "relu", "relu6", "softplus", "sigmoid", "gelu", "gelu_tf", "silu", "silut", "silut:T", "linear" or "none"'
-)
+ACTIVATIONS = ("tanh", "relu", "relu6", "softplus", "sigmoid", "gelu", "gelu_tf", "silu", "linear", "none")
+WITH_THRESHOLD = ("silut", "custom_silu")  # two names of one, "silut" or "silut:3.0"
+ACTIVATION_WORDS = ", ".join(f'"{name}"' for name in (*ACTIVATIONS, "silut")) + ' or "silut:T"'
 Activation = Annotated[
     str,
-    Field(pattern=r"^(tanh|relu6?|softplus|sigmoid|gelu(_tf)?|silu|linear|none|(silut|custom_silu)(:\d+(\.\d*)?)?)$"),
+    Field(pattern=rf"^({'|'.join(ACTIVATIONS)}|({'|'.join(WITH_THRESHOLD)})(:\d+(\.\d*)?)?)$"),
     BeforeValidator(_lower),
-    Words(ACTIVATIONS),
+    Words(ACTIVATION_WORDS),
 ]
 
 PRECISION_HELP = (
     'Precision of the parameters: "float32", "float64", or "default" = float64 (float32 when the '
     "environment has DP_INTERFACE_PREC=low)."
 )
-ACTIVATION_HELP = f"Activation function: {ACTIVATIONS}; capitals do not matter."
+ACTIVATION_HELP = f"Activation function: {ACTIVATION_WORDS}; capitals do not matter."
 SEED_HELP = "Seed of the initial parameters; a different one each run when left out."
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import UserError
+from . import ENGINES
 from .comm import Comm, SerialComm
 from .horovod_comm import HorovodComm
 from .launch import World
@@ -18,8 +19,6 @@ from .mpi_comm import MpiComm, NoMpi, load_mpi
 from .rendezvous import no_contact, time_limit
 from .shared import ORDERED, HostComm
 from .torch_comm import TorchComm
-
-ENGINES = ("auto", "torch", "mpi", "horovod", "serial")
 
 
 def connect(world: World, engine: str = "auto", device: torch.device | str = "cpu") -> Comm:

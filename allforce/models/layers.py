@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from allforce.config.keys import WITH_THRESHOLD
+
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 
@@ -37,13 +39,13 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
 }
 
-NOT_SMOOTH = ("relu", "relu6", "silut", "custom_silu")  # curves with a kink or a jump in a low derivative
+NOT_SMOOTH = ("relu", "relu6", *WITH_THRESHOLD)  # curves with a kink or a jump in a low derivative
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:
     """The function of a name; silut takes its threshold after a colon: silut:3.0."""
     name, _, parameter = name.lower().partition(":")
-    if name in ("silut", "custom_silu"):
+    if name in WITH_THRESHOLD:
         return partial(silut, threshold=float(parameter or 3.0))
     return ACTIVATIONS[name]
 

@@ -6,14 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from allforce.config.keys import precision_name
+from allforce.config.keys import ACTIVATIONS, WITH_THRESHOLD, precision_name
 from allforce.config.load import load_input, normalised, parse_input, validated_config
 from allforce.config.schema import Input, LearningRateWSD
 from allforce.config.section import aliases, sections, walk
 from allforce.errors import UserError
+from allforce.models.layers import ACTIVATIONS as FUNCTIONS
+from allforce.models.layers import activation
 
 WATER: dict[str, Any] = {
     "_comment": "that's all",
@@ -699,3 +702,11 @@ def test_every_section_of_a_choice_is_reachable() -> None:
             assert len(kinds) == len(set(kinds))
     config = parse_input(water(learning_rate={"type": "wsd", "start_lr": 1e-3}))
     assert isinstance(config.learning_rate, LearningRateWSD)
+
+
+def test_every_activation_has_its_function() -> None:
+    """The names are stated in config/keys.py, the functions in models/layers.py."""
+    assert set(FUNCTIONS) == set(ACTIVATIONS)
+    for name in (*ACTIVATIONS, *WITH_THRESHOLD, "silut:2.5"):
+        parse_input(water(model__descriptor__activation_function=name))
+        assert activation(name)(torch.ones(1)).shape == (1,)
