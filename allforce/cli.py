@@ -57,6 +57,24 @@ def scaling_test(args: Namespace) -> None:
     scaling_test(args.INPUT, workers, args.steps, args.output, engines, args.strong)
 
 
+def plot(args: Namespace) -> None:
+    from allforce.report.plot import plot
+
+    if picture := plot(args.FILE, args.output, args.term):
+        print(f"{picture}: {', '.join(args.FILE)}")
+
+
+def report(args: Namespace) -> None:
+    if args.watch:
+        from allforce.report.serve import watch
+
+        watch(args.RUN_DIR, args.port)
+    else:
+        from allforce.report.html import report
+
+        print(f"report: {report(args.RUN_DIR, args.output)}")
+
+
 def test(args: Namespace) -> None:
     from allforce.infer.test import run_test
 
@@ -145,6 +163,8 @@ def parser() -> ArgumentParser:
         _change_bias,
         _doc,
         _scaling_test,
+        _plot,
+        _report,
     ):
         add(commands)
     return top
@@ -305,6 +325,21 @@ def _scaling_test(commands) -> None:
         "--strong", action="store_true", help="deal batch_size out to the workers, instead of so much for each"
     )
     p.add_argument("-o", "--output", default="scaling.png", help="picture; needs matplotlib")
+
+
+def _plot(commands) -> None:
+    p = _command(commands, "plot", plot, "draw learning curves, dp test details, scaling or a timeline")
+    p.add_argument("FILE", nargs="+", help="files of one kind, or folders with lcurve.out")
+    p.add_argument("-o", "--output", help="picture: .png, .svg or .pdf; named after what it shows by default")
+    p.add_argument("--term", action="store_true", help="draw in the terminal instead")
+
+
+def _report(commands) -> None:
+    p = _command(commands, "report", report, "write what a run has left in its folder to one HTML file")
+    p.add_argument("RUN_DIR", nargs="?", default=".", help="folder in which a training ran or runs")
+    p.add_argument("-o", "--output", help="the file; by default RUN_DIR/report.html")
+    p.add_argument("--watch", action="store_true", help="serve it to this machine while the training goes on")
+    p.add_argument("--port", type=_count, default=0, help="port of --watch; 0: any")
 
 
 def wait_calmly(env: MutableMapping[str, str] = os.environ) -> None:

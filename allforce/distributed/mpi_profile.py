@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
 
+from ..writing import write_whole
 from .launch import job_number
 from .profile import ALL_REDUCE, BARRIER, BROADCAST, GATHER, Count, CountedComm, Record
 
@@ -45,7 +46,7 @@ def write_profile(comm: CountedComm, folder: str = ".", env: Mapping[str, str] =
     ranks = [Usage(**entry) for entry in comm.comm.gather(asdict(mine))]
     job = comm.comm.gather(job_number(env) or os.getpid())[0]
     path = Path(folder) / f"mpi_profile.{job}.{comm.rank}"
-    path.write_text(profile_text(comm.record, ranks, comm.rank, comm.engine))
+    write_whole(path, profile_text(comm.record, ranks, comm.rank, comm.engine).encode())
     return str(path)
 
 

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -20,6 +20,8 @@ import psutil
 from allforce.config.load import load_input, normalised
 from allforce.errors import UserError
 from allforce.logs import log
+from allforce.report.plot import plot
+from allforce.writing import write_whole
 
 INTERVALS = 5  # of every run, after as many steps to warm up
 BUSY = 0.2  # of the machine's CPUs, before anything has started
@@ -68,7 +70,7 @@ def scaling_test(
                     log.warning(f"{_name(one)}: {line}")
     print(table(measured))
     title = f"{Path(path).name}, {'strong' if strong else 'weak'} scaling, {measured[0].device}"
-    _draw(measured, picture, title)
+    _write(measured, picture, title)
     return measured
 
 
@@ -185,25 +187,16 @@ def _name(m: Measurement) -> str:
     return f"{m.workers} worker(s), {m.engine}" if m.workers > 1 else "1 worker"
 
 
-def _draw(measured: list[Measurement], picture: str, title: str) -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        log.warning("no picture: matplotlib is not installed (pip install allforce[plot])")
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+def as_rows(measured: list[Measurement]) -> list[dict[str, Any]]:
+    """For scaling.json, which dp plot and dp report read."""
+    base = base_of(measured)
+    return [asdict(m) | {"rate": m.rate, "spread": m.spread, "speed_up": m.rate / base} for m in measured]
 
-    figure, axes = pyplot.subplots(figsize=(5, 4))
-    workers, base = sorted({m.workers for m in measured}), base_of(measured)
-    axes.plot(workers, workers, "--", color="grey", label="ideal")
-    for engine in dict.fromkeys(m.engine for m in measured if m.workers > 1) or ["serial"]:
-        rows = sorted((m for m in measured if m.engine == engine or m.workers == 1), key=lambda m: m.workers)
-        up, spread = [m.rate / base for m in rows], [m.spread * m.rate / base for m in rows]
-        axes.errorbar([m.workers for m in rows], up, spread, fmt="o-", capsize=3, label=engine)
-    axes.set(xlabel="workers", ylabel="speed up", xticks=workers, title=title)
-    axes.title.set_fontsize("medium")
-    axes.legend()
-    figure.savefig(picture, dpi=150, bbox_inches="tight")
-    pyplot.close(figure)
-    log.info(f"picture: {picture}")
+
+def _write(measured: list[Measurement], picture: str, title: str) -> None:
+    numbers = Path(picture).with_suffix(".json")
+    write_whole(numbers, (json.dumps({"title": title, "scaling": as_rows(measured)}, indent=1) + "\n").encode())
+    try:
+        log.info(f"picture: {plot([str(numbers)], picture)}")
+    except UserError as error:  # no matplotlib
+        log.warning(f"no picture: {error}")
