@@ -226,9 +226,9 @@ class SeE2A(Descriptor):
         R = environment(r, *self.radii())
         R = ((R - self.davg[center]) / self.dstd[center] * self.used[center, neighbor][:, None]).to(self.dtype)
         T = torch.zeros(len(batch.type) * 4, self.M1, dtype=self.dtype, device=r.device)
-        for n, curve in enumerate(curves):
-            c, t = (None, n) if self.one_side else (n % self.ntypes, n // self.ntypes)
-            e = ((neighbor == t) & ((center == c) if c is not None else True)).nonzero()[:, 0]
+        net = neighbor if self.one_side else neighbor * self.ntypes + center  # (E,)
+        counts = torch.bincount(net, minlength=len(self.nets)).tolist()  # the one place where a device is waited for
+        for curve, e in zip(curves, net.argsort(stable=True).split(counts), strict=True):
             product = R[e][:, :, None] * curve(R[e][:, :1])[:, None, :]  # (edges of the net, 4, M1)
             T = T.index_add(0, (i[e][:, None] * 4 + torch.arange(4, device=r.device)).flatten(), product.flatten(0, 1))
         return T.view(-1, 4, self.M1)

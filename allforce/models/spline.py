@@ -7,7 +7,7 @@ on interval b only B_b … B_{b+5} are non-zero, each a polynomial of u = (x −
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
@@ -26,6 +26,15 @@ def polynomials() -> np.ndarray:
         right = [np.poly1d([-1.0, m + 1]) * w[m] if m < p else np.poly1d([0.0]) for m in range(p + 1)]
         w = [(a + b) / p for a, b in zip(left, right, strict=True)]
     return np.array([np.pad(q.coeffs[::-1], (0, WIDTH - len(q.coeffs))) for q in w])
+
+
+@lru_cache(maxsize=64)
+def on_device(dtype: torch.dtype, device: torch.device, h: float) -> tuple[Tensor, Tensor]:
+    """The polynomials of values and of slopes, kept where they are used: a step copies nothing to a device."""
+    value = torch.as_tensor(polynomials(), dtype=dtype, device=device)
+    slope = torch.zeros_like(value)
+    slope[:, :-1] = value[:, 1:] * torch.arange(1.0, WIDTH, dtype=dtype, device=device) / h
+    return value, slope
 
 
 @dataclass(frozen=True)
@@ -50,9 +59,7 @@ class Grid:
         z = (x - self.lo) / self.h
         b = z.floor().clamp(0, self.K - DEGREE - 1)
         powers = (z - b)[:, None] ** torch.arange(WIDTH, device=x.device)  # (E, WIDTH)
-        value = torch.as_tensor(polynomials(), dtype=x.dtype, device=x.device)
-        slope = torch.zeros_like(value)
-        slope[:, :-1] = value[:, 1:] * torch.arange(1.0, WIDTH, dtype=x.dtype, device=x.device) / self.h
+        value, slope = on_device(x.dtype, x.device, self.h)
         return b.long(), powers @ value.T, powers @ slope.T
 
     def collocation_inverse(self) -> np.ndarray:

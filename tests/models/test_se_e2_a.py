@@ -237,3 +237,23 @@ def test_gpu_equals_cpu(precision):
     cpu = model(batch, ALL)["forces"]
     gpu = model.to("cuda")(batch.to("cuda"), ALL)["forces"]
     torch.testing.assert_close(gpu.cpu(), cpu, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_step_on_a_gpu_never_waits():
+    """Prediction and gradient on the table copy nothing from the host and wait for nothing."""
+    model = small_model().to("cuda")
+    batch = batch_of(model, structure(0), structure(1)).to("cuda")
+
+    def step() -> None:
+        p = model(batch, ALL)
+        torch.autograd.grad(
+            sum((p[name] ** 2).sum() for name in ("energy", "forces", "virial")), list(model.parameters())
+        )
+
+    step()  # what is kept on the device is put there
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
