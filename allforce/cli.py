@@ -43,6 +43,12 @@ def train(args: Namespace) -> int:
     return train(args)
 
 
+def init(args: Namespace) -> None:
+    from allforce.train.init import init
+
+    init(args.DATA, args.time, args.output)
+
+
 def scaling_test(args: Namespace) -> None:
     from allforce.train.scaling import scaling_test
 
@@ -153,6 +159,7 @@ def parser() -> ArgumentParser:
     for name in ELSEWHERE:
         commands.add_parser(name, description=ELSEWHERE[name])  # without `help` the list of commands leaves it out
     for add in (
+        _init,
         _train,
         _test,
         _freeze,
@@ -187,6 +194,13 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _init(commands) -> None:
+    p = _command(commands, "init", init, "write an input file for data, made for the time there is")
+    p.add_argument("DATA", nargs="+", help="folders with systems, or files that ASE reads, such as run.extxyz")
+    p.add_argument("--time", default="1h", help="how long the training may take on this machine: 10m, 1h, 1d")
+    p.add_argument("-o", "--output", default="input.json", metavar="FILE", help="the input file")
+
+
 def _train(commands) -> None:
     p = _command(commands, "train", train, "train a model")
     p.add_argument("INPUT", help="the input file, JSON or YAML")
@@ -202,6 +216,11 @@ def _train(commands) -> None:
     p.add_argument("-o", "--output", default="out.json", metavar="FILE", help="where the complete input is written to")
     p.add_argument(
         "--skip-neighbor-stat", action="store_true", help="do not look for the neighbours of all the data first"
+    )
+    p.add_argument(
+        "--recipe",
+        action="store_true",
+        help="data and model of INPUT, optimizer, rate and number of steps of the recipe",
     )
     p.add_argument("-m", "--mpi-log", choices=["master", "collect", "workers"], default="master", help=MPI_LOG_HELP)
     p.add_argument(

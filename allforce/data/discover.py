@@ -2,12 +2,15 @@
 
 An entry is a directory (with every system below it), an HDF5 file or group (file.h5#/group, with every system below),
 a data set of PiNN (NAME.yml), an object that names the files of MiMiC runs, or any other file, which ASE then reads.
-{"file": entry, "energy": key, …} also says what the labels of such a file are called.
+{"file": entry, "energy": key, …} also says what the labels of such a file are called. An entry that ends in @a:b means
+the frames a … b-1 of each of its systems, as Python counts them: run.xyz@:-100 and run.xyz@-100: are all but the last
+hundred, and those.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
@@ -19,7 +22,7 @@ from allforce.config.mimic import MimicSystem as MimicEntry
 from allforce.data.arrays import h5_file
 from allforce.data.deepmd import DeepmdSystem, Folder, Group
 from allforce.data.mimic import MimicFiles, MimicSystem, mimic_files
-from allforce.data.system import System, adopt_type_map
+from allforce.data.system import Part, System, adopt_type_map
 from allforce.data.tfrecord import read_tfrecord
 from allforce.errors import UserError
 
@@ -86,6 +89,9 @@ def open_place(place: Place) -> list[System]:
     if isinstance(place, MimicFiles):
         return [MimicSystem(place)]
     path, names = path_and_names(place)
+    if frames := frame_range(path):
+        base = path[: frames.start()]
+        return [_part(s, frames) for s in open_place({"file": base, **names} if names else base)]
     file, _, group = path.partition("#")
     is_hdf5 = not os.path.isdir(path) and h5py.is_hdf5(file)
     if names and (is_hdf5 or os.path.isdir(path)):
@@ -111,6 +117,19 @@ def path_and_names(entry: str | dict[str, str]) -> tuple[str, dict[str, str]]:
     return entry["file"], {label: name for label, name in entry.items() if label != "file"}
 
 
+def frame_range(entry: str) -> re.Match[str] | None:
+    """The end @a:b of an entry; a file of that name is just a file."""
+    return None if os.path.exists(entry) else re.search(r"@(-?\d+)?:(-?\d+)?$", entry)
+
+
+def _part(system: System, frames: re.Match[str]) -> Part:
+    first, end = (int(n) if n else None for n in frames.groups())
+    chosen = range(system.nframes)[first:end]
+    if not chosen:
+        raise UserError(f"systems: {system.name}{frames[0]} has no frames, for {system.name} has {system.nframes}")
+    return Part(system, chosen)
+
+
 def find_systems(entries: Entry | Sequence[Entry], rglob_patterns: list[str] | None = None) -> list[Place]:
     """Directories, file#/group and files that hold a system: below each entry sorted, then the entry itself."""
     found: list[Place] = []
@@ -133,6 +152,8 @@ def find_systems(entries: Entry | Sequence[Entry], rglob_patterns: list[str] | N
 
 
 def _find(entry: str, patterns: list[str] | None) -> list[str]:
+    if frames := frame_range(entry):
+        return [place + frames[0] for place in _find(entry[: frames.start()], patterns)]
     file, _, group = entry.partition("#")
     if os.path.isfile(entry) and entry.endswith(LMDB):
         raise _lmdb(entry)

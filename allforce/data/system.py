@@ -81,6 +81,37 @@ class System(ABC):
         return np.where(types < 0, -1, self._to_model[types])
 
 
+class Part(System):
+    """Some frames of another system."""
+
+    def __init__(self, whole: System, frames: range):
+        self.whole, self.frames = whole, frames
+        self.name = f"{whole.name}@{frames.start}:{frames.stop}"
+        self.natoms, self.nframes, self.periodic, self.mixed = (
+            whole.natoms,
+            len(self.frames),
+            whole.periodic,
+            whole.mixed,
+        )
+        self.types, self.type_names, self.numbered = whole.types, whole.type_names, whole.numbered
+        self.label_names, self.fparam_width, self.aparam_width = (
+            whole.label_names,
+            whole.fparam_width,
+            whole.aparam_width,
+        )
+
+    @property
+    def label_hint(self) -> str:
+        return self.whole.label_hint
+
+    def frame(self, k: int) -> Frame:
+        return self.whole.frame(self.frames[k])
+
+    def use_type_map(self, type_map: list[str]) -> None:
+        self.whole.use_type_map(type_map)
+        super().use_type_map(type_map)
+
+
 def adopt_type_map(systems: list[System]) -> list[str]:
     """The type map of a model that has none: the longest of the systems', of which all others must be beginnings.
 

@@ -25,6 +25,7 @@ from allforce.distributed.spawn import report, run_local_workers, worker_count
 from allforce.errors import UserError, file_problem
 from allforce.logs import CollectHandler, log
 from allforce.train.monitor import Monitor
+from allforce.train.recipe import with_recipe
 from allforce.train.start import Job, Options, prepare
 from allforce.train.trainer import Trainer
 
@@ -68,6 +69,12 @@ def work(
         if world.note:
             log.warning(world.note)
     input = load_input(args.INPUT)
+    if args.recipe:
+        input, lines = with_recipe(input, args.INPUT)
+        if comm.rank == 0:
+            log.info(f"the recipe changes {len(lines)} keys of {args.INPUT}:")
+            for line in lines:
+                log.info(f"    {line}")
     agree(comm, f"the input {args.INPUT}", hashlib.sha256(json.dumps(normalised(input)).encode()).hexdigest()[:16])
     names = (
         "output",

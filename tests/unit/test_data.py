@@ -37,6 +37,20 @@ def test_npy_frames(tmp_path):
         assert frame.type.tolist() == [0, 1, 1] and frame.coord.dtype == np.float64
 
 
+def test_a_range_of_frames(tmp_path):
+    place = write_npy(tmp_path / "s", [arrays(3, seed=0), arrays(2, seed=1)])
+    whole = open_one(place)
+    for end, frames in (("@:-2", [0, 1, 2]), ("@-2:", [3, 4]), ("@1:4", [1, 2, 3]), ("@:", [0, 1, 2, 3, 4])):
+        part = open_one(f"{place}{end}")
+        assert part.nframes == len(frames) and part.label_names == whole.label_names and "@" in part.name
+        for k, n in enumerate(frames):
+            np.testing.assert_array_equal(part.frame(k).coord, whole.frame(n).coord)
+        assert part.model_types.tolist() == whole.model_types.tolist()
+    assert find_systems(f"{tmp_path}@1:") == [f"{place}@1:"]
+    with pytest.raises(UserError, match="s@7: has no frames, for .*s has 5"):
+        open_one(f"{place}@7:")
+
+
 def test_other_dtypes_and_shapes(tmp_path):
     given = arrays(2)
     given = {k: v.astype(np.float32) for k, v in given.items()}

@@ -1,0 +1,89 @@
+"""dp init and the recipe, from data to a training."""
+
+import json
+
+import numpy as np
+import pytest
+from tiny import dp, rows, write_data, write_input, write_system
+
+from allforce import logs
+from allforce.cli import main
+from allforce.config.load import load_input
+from allforce.errors import UserError
+from allforce.train import init
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    write_data(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    logs.close()
+
+
+def runs(folder, count, types=(0, 1)):
+    return [init.Run(str(write_system(folder / f"run{k:02d}", list(types), 4, k)), []) for k in range(count)]
+
+
+def opened(found):
+    for run in found:
+        run.systems = init.open_place(run.place)
+        for system in run.systems:
+            system.use_type_map(["A", "B"])
+    return found
+
+
+def test_from_data_to_a_model(folder):
+    result = dp(folder, "init", "small", "large", "--time", "0.1s")
+    assert result.returncode == 0, result.stderr
+    assert "0.1s is short: 300 steps" in result.stderr and "next: dp train input.json" in result.stderr
+    config = load_input("input.json")
+    assert config.training.training_data.systems == ["small@:-4", "large@:-3"]
+    assert config.training.validation_data.systems == ["small@-4:", "large@-3:"]
+    assert config.model.type_map == ["A", "B"] and config.model.descriptor.sel == [8, 4]
+    assert (config.optimizer.type, config.learning_rate.type, config.loss.schedule) == ("HybridMuon", "cosine", "step")
+    data = json.loads((folder / "input.json").read_text())
+    data["training"] |= {"numb_steps": 30, "disp_freq": 30}
+    (folder / "short.json").write_text(json.dumps(data))
+    assert main(["train", "short.json"]) == 0
+    first, last = ([float(x) for x in row.split()] for row in (rows(folder)[0], rows(folder)[-1]))
+    assert last[6] < 0.5 * first[6]  # rmse_f of frames that were held back
+    assert dp(folder, "init", "small").returncode == 2  # input.json is there
+
+
+def test_whole_runs_are_held_back_where_there_are_many(folder):
+    found = opened(runs(folder, 20))
+    training, validation = init.split(found)
+    assert validation == [found[9].place, found[19].place] and len(training) == 18
+    alone = opened([init.Run(str(write_system(folder / "only", [1, 1], 4, 99)), [])])
+    others = opened(runs(folder / "a", 19, types=(0, 0)))
+    assert init.held_back([*others[:9], *alone, *others[9:]]) == [others[18]]
+
+
+def test_runs_that_are_too_short_stay_whole(folder):
+    few = opened([init.Run(str(write_system(folder / "few", [0, 1], 5, 7)), [])])
+    assert init.split(few) == ([few[0].place], [])
+
+
+@pytest.mark.parametrize("time, seconds", [("10m", 600), ("1.5h", 5400), ("1d", 86400), ("90s", 90)])
+def test_times(time, seconds):
+    assert init.in_seconds(time) == seconds
+
+
+@pytest.mark.parametrize("time", ["10", "m", "0h", "-1h", "1w"])
+def test_times_that_are_none(time):
+    with pytest.raises(UserError, match="such as 10m"):
+        init.in_seconds(time)
+
+
+def test_recipe_keeps_data_and_model(folder, capsys):
+    write_input(folder, training__numb_steps=100, training__disp_freq=150)
+    assert main(["train", "input.json", "--recipe"]) == 0
+    log = capsys.readouterr().err
+    for line in ("optimizer/type: Adam → HybridMuon", "training/numb_steps: 100 → 300", "loss/schedule: - → step"):
+        assert line in log
+    before, after = (json.loads((folder / name).read_text()) for name in ("input.json", "out.json"))
+    assert after["model"]["descriptor"]["sel"] == before["model"]["descriptor"]["sel"]
+    assert after["training"]["training_data"]["systems"] == before["training"]["training_data"]["systems"]
+    assert after["training"]["numb_steps"] == 300 and after["training"]["disp_freq"] == 7
+    assert np.isfinite([float(x) for x in rows(folder)[-1].split()]).all()
