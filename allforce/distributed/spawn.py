@@ -74,7 +74,7 @@ class Worker:
             stdin=subprocess.DEVNULL,
             pass_fds=(store, other.fileno()),
             start_new_session=True,  # ctrl-C reaches the parent alone, which passes it on
-            preexec_fn=die_with_parent,
+            preexec_fn=in_the_child,
         )
         other.close()
         self.line.setblocking(False)
@@ -117,6 +117,7 @@ class Team:
     def __init__(self, count: int, argv: list[str]):
         self.interrupts, self.signal, self.workers = 0, 0, list[Worker]()
         self.handlers = {s: signal.signal(s, self.pass_on) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+        self.handlers[signal.SIGUSR2] = signal.signal(signal.SIGUSR2, lambda number, _: self.send(number))  # a question
         store = os.memfd_create("allforce-store")
         try:
             for rank in range(count):
@@ -167,10 +168,11 @@ class Team:
             signal.signal(number, handler)
 
 
-def die_with_parent() -> None:
-    """In the child, before it becomes another program. Only Linux has this."""
+def in_the_child() -> None:
+    """Before it becomes another program: die with the parent, which only Linux has."""
     if (prctl := getattr(ctypes.CDLL(None), "prctl", None)) is not None:
         prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # a question that comes before it can be answered does not end it
 
 
 def report(message: str, code: int = 2) -> bool:

@@ -56,7 +56,7 @@ class Monitor:
         self.asked = False  # by SIGUSR2
         self.before = self.first = self._so_far()
         self.last_row: dict[str, Any] = {}  # for who shows it otherwise
-        self.events = 0
+        self.sends, self.events = timeline is not None, 0  # the timeline's, of all ranks
         self.facts, self.wanted, self.append = facts, timeline, append
         self.metrics = JsonLines(None)
         self.timeline: Timeline | None = None
@@ -98,6 +98,8 @@ class Monitor:
         """A step is over, with so many frames of this rank."""
         self.samples += samples
         self.steps += 1
+        if self.trace.keeps_events and len(self.trace.lane().events) > LIMIT // self.comm.size:
+            self.trace.keeps_events = False  # this rank has enough; row() stops all
         if self.steps == 1:  # it holds what happens once: compilation, caches
             self.first = self._so_far()
         if self.profiler is not None:
@@ -111,7 +113,7 @@ class Monitor:
         told = self.comm.comm.gather([asdict(mine), self.asked])
         self.asked = False
         ranks = [RankTimes(**entry[0]) for entry in told]
-        if self.trace.keeps_events:
+        if self.sends:
             self._tell_events(spans)
         if self.comm.rank == 0:
             self._write(step, rate, training, validation, ranks)
@@ -197,7 +199,7 @@ class Monitor:
         if self.timeline is not None:
             self.timeline.add(told)
         if self.events > LIMIT:
-            self.trace.keeps_events = False
+            self.sends = self.trace.keeps_events = False
             if self.comm.rank == 0:
                 log.info(f"the timeline has {self.events} events and ends here: a browser shows not many more")
 
@@ -206,7 +208,7 @@ class Monitor:
         if self.profiler is not None:
             self.profiler.stop()
         if self.timeline is not None:
-            if self.trace.keeps_events and (mine := self.trace.take_events()):
+            if self.sends and (mine := self.trace.take_events()):
                 rest = packed(mine, self.comm.origin)
                 nothing: dict[str, Any] = {"names": [], "threads": [], "events": []}
                 self.timeline.add([rest] + [nothing] * (self.comm.size - 1))

@@ -174,8 +174,7 @@ class Trainer:
 
     def refresh(self) -> None:
         """What the model does now and then, such as more nodes for its table; equal weights decide alike everywhere."""
-        with phase(DISPLAY):
-            line = self.model.refresh()
+        line = self.model.refresh()
         if line and self.comm.rank == 0:
             log.info(line)
 

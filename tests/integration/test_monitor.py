@@ -109,10 +109,11 @@ def test_torch_profiler_has_our_phases(folder):
     assert {"forward", "backward", "optimizer", "moments"} <= names
 
 
-def test_the_table_on_a_signal(folder):
+@pytest.mark.parametrize("workers", [[], ["--workers", "2"]], ids=["serial", "workers"])
+def test_the_table_on_a_signal(folder, workers):
     write_input(folder, training__numb_steps=100000, training__disp_freq=20, training__save_freq=100000)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "allforce", "train", "input.json"]
+    command = [sys.executable, "-m", "allforce", "train", "input.json", *workers]
     with subprocess.Popen(command, cwd=folder, env=env, stderr=subprocess.PIPE, text=True) as process:
         seen = []
         assert process.stderr is not None

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from allforce.trace import phase as monitor_phase
 from allforce.train import summary
 from allforce.train.monitor import JsonLines, difference
 from allforce.train.summary import RankTimes
@@ -80,3 +81,30 @@ def test_lines_of_json_have_no_nan_and_survive_a_full_disk(tmp_path, caplog):
     assert len(caplog.records) == 1 and "No space left" in caplog.text
     JsonLines(str(tmp_path / "deep/m.jsonl/x"), append=False).write({"a": 1})
     assert len(caplog.records) == 2
+
+
+def test_a_timeline_has_a_limit(tmp_path, monkeypatch, caplog):
+    """Also when rows of the learning curve are far apart."""
+    import torch
+
+    from allforce.config.schema import Training
+    from allforce.distributed.comm import SerialComm
+    from allforce.distributed.profile import CountedComm
+    from allforce.train import monitor
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(monitor, "LIMIT", 50)
+    config = Training(training_data={"systems": "data"}, numb_steps=1)
+    watch = monitor.Monitor(config, CountedComm(SerialComm()), torch.device("cpu"), {"host": "a"}, "t.json")
+    with caplog.at_level("INFO"), watch.running():
+        for _ in range(1000):
+            with monitor_phase("forward"):
+                pass
+            watch.step(1)
+        assert len(watch.trace.lane().events) == 51
+        for step in (1, 2):
+            watch.row(step, 1e-3, {"rmse": 1.0}, None)
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert sum(e["name"] == "forward" for e in events) == 51 and caplog.text.count("ends here") == 1
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows[1]["samples"] == rows[1]["steps"] == 1000 and rows[2]["samples"] == 0
