@@ -19,9 +19,11 @@ from allforce.data.prepare import Pairs
 from allforce.data.stat_file import StatFile
 from allforce.data.system import System
 from allforce.distributed.comm import Comm
+from allforce.errors import UserError
 from allforce.neighbors import check_distances, neighbor_list
 
 ITEM = TypeVar("ITEM")
+SAME_ENERGY = 1e-3  # eV; more between two energies of the same isolated atom is a mistake
 
 
 class Sample:
@@ -73,6 +75,23 @@ class Sample:
     def sum(self, values: np.ndarray) -> np.ndarray:
         """Σ over workers."""
         return reduce(values, self.comm)
+
+    def isolated_energies(self) -> dict[int, float]:
+        """Energy of each type that a frame of the data has alone, one atom without neighbours, on every worker."""
+        found = []
+        for system in self.loader.dataset.systems:
+            if system.natoms == 1 and not system.mixed and "energy" in system.label_names:
+                frames = (system.frame(k) for k in range(system.nframes))
+                found += [(int(f.type[0]), float(f.labels["energy"][0]), f.name) for f in frames if self._alone(f)]
+        energies: dict[int, tuple[float, str]] = {}
+        for t, energy, name in [entry for own in self.comm.gather(found) for entry in own]:
+            first, where = energies.setdefault(t, (energy, name))
+            if abs(energy - first) > SAME_ENERGY:
+                raise UserError(f"Energies of one atom alone differ: {first} eV in {where}, {energy} eV in {name}.")
+        return {t: energy for t, (energy, _) in energies.items()}
+
+    def _alone(self, frame: Frame) -> bool:
+        return len(neighbor_list(frame.coord, frame.cell, self.needs.limit.rcut, where=frame.name)[0]) == 0
 
 
 def first_frames(dataset: DataSet, nbatch: int) -> list[tuple[int, int]]:

@@ -33,6 +33,7 @@ from allforce.models.layers import DTYPES, Net, generator
 from allforce.models.scalar_net import value_and_gradient
 from allforce.models.serial import collection, copy_array, copy_nets, nets_from_pt, precision_of, refuse, to_numpy
 
+ISOLATED = "isolated"  # as atom_ener: the data says
 STATISTICS = ("fparam_avg", "fparam_inv_std", "aparam_avg", "aparam_inv_std")
 
 
@@ -65,12 +66,17 @@ class EnerConfig(Section):
         free=True,
     )
     seed: Seed = key(None, SEED_HELP, free=True)
-    atom_ener: list[float | None] = key(
+    atom_ener: Literal["isolated"] | list[float | None] = key(
         [],
         "Energy of each type in vacuum, in eV (null: not given): the net gives exactly this for an atom "
-        "without neighbours.",
+        'without neighbours. "isolated": from frames of the training data that have one atom alone.',
     )
     use_aparam_as_mask: bool = key(False, "Atomic parameters are a mask, not an input of the net.")
+
+    @property
+    def vacuum_energies(self) -> list[float | None]:
+        """atom_ener as far as it is known before the data are."""
+        return list(self.atom_ener) if isinstance(self.atom_ener, list) else []
 
     def problems_with_types(self, ntypes: int) -> Iterator[tuple[str, str]]:
         yield from per_type("atom_ener", self.atom_ener, ntypes)
@@ -114,7 +120,8 @@ class EnerFitting(EnergyFitting):
         for net in self.nets:
             for layer, flag in zip(net.layers, self.trainable, strict=True):
                 layer.requires_grad_(flag)
-        self.vacuum = [t < len(config.atom_ener) and config.atom_ener[t] is not None for t in range(ntypes)]
+        known = config.vacuum_energies or [None] * ntypes
+        self.vacuum = [config.atom_ener == ISOLATED or energy is not None for energy in known]
 
         def buffer(name: str, n: int, value: float) -> None:
             self.register_buffer(name, torch.full((n,), value, dtype=torch.float64))
@@ -124,6 +131,11 @@ class EnerFitting(EnergyFitting):
         buffer("fparam_inv_std", config.numb_fparam, 1.0)
         buffer("aparam_avg", config.numb_aparam, 0.0)
         buffer("aparam_inv_std", config.numb_aparam, 1.0)
+
+    @classmethod
+    def complete(cls, config: EnerConfig, before: EnerConfig) -> EnerConfig:
+        isolated = config.atom_ener == ISOLATED
+        return config.model_copy(update={"atom_ener": before.atom_ener}) if isolated else config
 
     @property
     def trainable(self) -> list[bool]:
@@ -177,7 +189,9 @@ class EnerFitting(EnergyFitting):
     # ---- from the data
 
     def fit_statistics(self, sample: Sample, section: Any) -> list[str]:
-        given = (section.preset_out_bias or {}).get("energy") or self.config.atom_ener or None
+        if self.config.atom_ener == ISOLATED:
+            self.config = self.config.model_copy(update={"atom_ener": isolated_energies(sample, section.type_map)})
+        given = (section.preset_out_bias or {}).get("energy") or self.config.vacuum_energies or None
         known = sample.file.get("bias_atom_energy", "std_atom_energy")
         if known is None or given is not None:
             found = energy_bias(sample, given, self.config.rcond, section.atom_exclude_types)
@@ -244,7 +258,7 @@ class EnerFitting(EnergyFitting):
             "rcond": c.rcond,
             "tot_ener_zero": False,
             "trainable": self.trainable,
-            "atom_ener": list(c.atom_ener or []),
+            "atom_ener": c.vacuum_energies,
             **shared,
             "layer_name": None,
             "use_aparam_as_mask": c.use_aparam_as_mask,
@@ -287,6 +301,17 @@ class EnerFitting(EnergyFitting):
         for name in STATISTICS:
             if stored.get(name) is not None:
                 copy_array(getattr(self, name), stored[name], f"{source}: {name}")
+
+
+def isolated_energies(sample: Sample, type_map: list[str]) -> list[float]:
+    """Energy of each type from frames with one atom alone; types without such a frame are an error."""
+    found = sample.isolated_energies()
+    if missing := [name for t, name in enumerate(type_map) if t not in found]:
+        raise UserError(
+            f'model/fitting_net/atom_ener: "isolated", but the training data has no frame with an energy and one atom '
+            f"of {', '.join(missing)} alone, without neighbours. Add such frames, or give the energies as a list."
+        )
+    return [found[t] for t in range(len(type_map))]
 
 
 def parameter_sums(sample: Sample, name: str, width: int) -> np.ndarray:

@@ -32,6 +32,11 @@ class Fitting(nn.Module):
         super().__init__()
         self.config, self.ntypes, self.dim, self.mixed_types = config, ntypes, dim, mixed_types
 
+    @classmethod
+    def complete(cls, config: Any, before: Any) -> Any:
+        """The section with what is left to the data as the model has it that a run begins with."""
+        return config
+
     def predict(self, D: Tensor, vectors: Tensor | None, batch: Batch, wanted: Collection[str]) -> dict[str, Tensor]:
         """What is wanted from D (N, dim) and vectors (N, dim_vectors, 3); an energy fitting has no use for it."""
         raise NotImplementedError

@@ -107,7 +107,11 @@ class StandardModel(Potential):
         part = config.descriptor
         same = before is not None and before.descriptor.type == part.type
         part, warnings = DESCRIPTORS[part.type].complete(part, count, before.descriptor if same else None)
-        return config.model_copy(update={"descriptor": part}), warnings
+        config = config.model_copy(update={"descriptor": part})
+        if before is not None and before.fitting_net.type == config.fitting_net.type:
+            fitting = FITTINGS[config.fitting_net.type].complete(config.fitting_net, before.fitting_net)
+            config = config.model_copy(update={"fitting_net": fitting})
+        return config, warnings
 
     @property
     def needs(self) -> Needs:
@@ -122,7 +126,9 @@ class StandardModel(Potential):
 
     def fit_statistics(self, sample: Sample) -> list[str]:
         self.descriptor.fit_statistics(sample)
-        return self.fitting.fit_statistics(sample, self.config)
+        lines = self.fitting.fit_statistics(sample, self.config)
+        self.config = self.config.model_copy(update={"fitting_net": self.fitting.config})  # with what the data gave
+        return lines
 
     def change_bias(self, sample: Sample, mode: str = "change") -> list[str]:
         rows = []

@@ -174,7 +174,8 @@ class Trainer:
 
     def refresh(self) -> None:
         """What the model does now and then, such as more nodes for its table; equal weights decide alike everywhere."""
-        line = self.model.refresh()
+        with phase(DISPLAY):
+            line = self.model.refresh()
         if line and self.comm.rank == 0:
             log.info(line)
 

@@ -16,6 +16,7 @@ from allforce import logs
 from allforce.cli import main
 from allforce.files import checkpoint
 from allforce.files.model_file import load_model
+from allforce.infer.predict import DeepPot
 
 
 @pytest.fixture
@@ -419,3 +420,49 @@ def test_types_without_energy_take_no_part_in_the_bias(folder):
     main(["freeze", "-o", "model.dp"])
     assert main(["change-bias", "model.dp", "-s", "small"]) == 0
     assert load_model("model_updated.dp").fitting.bias_atom_e[1] == 0.0
+
+
+def test_energies_in_vacuum_from_isolated_atoms(folder, capsys):
+    """Frames with one atom alone give atom_ener; the model then has exactly these energies there, and says so."""
+    write_xyz(folder, "energy", "forces")
+    alone = [Atoms(symbol, [[1.0, 2.0, 3.0]], info={"energy": e}) for symbol, e in (("H", -0.75), ("O", -2.5))]
+    changes = {
+        "model__type_map": ["O", "H"],
+        "model__fitting_net__atom_ener": "isolated",
+        "model__descriptor__set_davg_zero": True,  # then an atom alone has a descriptor of zeros
+        "training__validation_data": None,
+        "training__numb_steps": 4,
+    }
+    data = {"systems": ["small.xyz", "alone.xyz"], "batch_size": 2}
+    ase.io.write(folder / "alone.xyz", alone[:1], format="extxyz")
+    assert train(folder, training__training_data=data, **changes) == 2
+    assert 'atom_ener: "isolated", but the training data has no frame' in capsys.readouterr().err
+    ase.io.write(folder / "alone.xyz", alone, format="extxyz")
+    assert train(folder, training__training_data=data, **changes) == 0
+    assert main(["freeze", "-o", "model.dp"]) == 0
+    model = load_model("model.dp")
+    assert model.config.fitting_net.atom_ener == [-2.5, -0.75]
+    energy = [DeepPot(model).eval(np.ones((1, 3)), None, [t])[0][0, 0] for t in range(2)]
+    np.testing.assert_allclose(energy, [-2.5, -0.75], atol=1e-12)
+    changes["training__numb_steps"] = 6
+    assert train(folder, "-r", "model.ckpt", training__training_data=data, **changes) == 0  # the same model goes on
+    alone[0].info["energy"] = -0.5
+    ase.io.write(folder / "alone.xyz", [*alone, Atoms("H", [[0.0, 0.0, 0.0]], info={"energy": -0.75})], format="extxyz")
+    assert train(folder, training__training_data=data, **changes) == 2
+    assert "Energies of one atom alone differ: -0.5 eV in alone.xyz" in capsys.readouterr().err
+
+
+def test_isolated_atoms_among_several_workers(folder):
+    write_xyz(folder, "energy", "forces")
+    alone = [Atoms(symbol, [[1.0, 2.0, 3.0]], info={"energy": e}) for symbol, e in (("H", -0.75), ("O", -2.5))]
+    ase.io.write(folder / "alone.xyz", alone, format="extxyz")
+    data = {"systems": ["small.xyz", "alone.xyz"], "batch_size": 2}
+    changes = {"model__type_map": ["O", "H"], "model__fitting_net__atom_ener": "isolated"}
+    for sharding in ("global", "partition"):  # where the first worker has no isolated atom
+        write_input(
+            folder, training__training_data=data, training__sharding=sharding, training__numb_steps=2,
+            training__validation_data=None, **changes,
+        )  # fmt: skip
+        done = dp(folder, "train", "input.json", "--workers", "2")
+        assert done.returncode == 0, done.stderr
+        assert load_model("model.ckpt").config.fitting_net.atom_ener == [-2.5, -0.75]
