@@ -14,7 +14,6 @@ import re
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
 
 import h5py
 
@@ -24,9 +23,9 @@ from allforce.data.deepmd import DeepmdSystem, Folder, Group
 from allforce.data.mimic import MimicFiles, MimicSystem, mimic_files
 from allforce.data.system import Part, System, adopt_type_map
 from allforce.data.tfrecord import read_tfrecord
+from allforce.distributed.comm import partition
 from allforce.errors import UserError
 
-ITEM = TypeVar("ITEM")
 Entry = str | dict[str, str] | MimicEntry  # of `systems`
 Place = str | dict[str, str] | MimicFiles  # of one system
 LMDB = (".lmdb", ".mdb")
@@ -76,12 +75,6 @@ def below(folder: Path, entries: Entry | Sequence[Entry]) -> list[Entry]:
         return MimicEntry(mimic=entry.mimic.model_copy(update=files))
 
     return [moved(entry) for entry in ([entries] if isinstance(entries, (str, dict, MimicEntry)) else entries)]
-
-
-def partition(items: list[ITEM], rank: int, size: int) -> list[ITEM]:
-    """The contiguous share of a rank; the first len % size ranks have one more."""
-    q, r = divmod(len(items), size)
-    return items[rank * q + min(rank, r) : (rank + 1) * q + min(rank + 1, r)]
 
 
 def open_place(place: Place) -> list[System]:

@@ -17,9 +17,10 @@ from typing import Any
 import ase.data
 import numpy as np
 
-from allforce.data.discover import open_place, partition
+from allforce.data.discover import open_place
 from allforce.data.mimic import MimicFiles, MimicSystem, check_lengths
 from allforce.data.system import System
+from allforce.distributed.comm import partition
 from allforce.distributed.launch import detect
 from allforce.errors import UserError
 

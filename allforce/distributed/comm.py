@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -66,6 +66,12 @@ def placed(tensor: Tensor, device: torch.device | str) -> Iterator[Tensor]:
         copy = tensor.detach().to(device)
         yield copy
         tensor.detach().copy_(copy)
+
+
+def partition(items: Sequence[Any], rank: int, size: int) -> Any:
+    """The contiguous share of a rank; the first len % size ranks have one more."""
+    q, r = divmod(len(items), size)
+    return items[rank * q + min(rank, r) : (rank + 1) * q + min(rank + 1, r)]
 
 
 class Done:

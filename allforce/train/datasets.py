@@ -10,8 +10,8 @@ import numpy as np
 from allforce.config.schema import DataConfig, Input
 from allforce.data.cache import Cache, memory_of_host
 from allforce.data.dataset import DataSet
-from allforce.data.discover import open_systems, partition
-from allforce.distributed.comm import Comm
+from allforce.data.discover import open_systems
+from allforce.distributed.comm import Comm, partition
 from allforce.distributed.connect import agree
 from allforce.errors import UserError
 from allforce.train.source import Source
