@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from allforce.config.drawing import BATCH_PATTERN, BATCH_WORDS, auto_prob_blocks, check_sys_probs
 from allforce.config.keys import Int, Name, Positive, Seed
@@ -173,6 +173,35 @@ class ValidationData(DataConfig):
     numb_btch: Int = key(1, "Batches evaluated for each line of the learning curve.", ge=1, aliases=("numb_batch",))
 
 
+class StopWhen(Section):
+    """When a run ends early: the error on validation data makes no progress."""
+
+    patience: Positive = key(
+        ...,
+        "So many validations without progress end the run: those of `validating`, else those of the learning curve.",
+        own=True,
+    )
+    change: float = key(0.01, "Progress is a fall by more than this fraction.", ge=0, lt=1, own=True)
+
+
+class Validating(Section):
+    """Errors on all validation data, and the best models."""
+
+    full_validation: bool = key(False, "Evaluate all validation data every validation_freq steps.")
+    validation_freq: Positive = key(5000, "Steps between evaluations.")
+    save_best: bool = key(True, "Keep the checkpoints with the smallest errors, best.ckpt-<step>.")
+    save_best_dir: Name | None = key(None, "Their folder; that of the checkpoints when left out.")
+    max_best_ckpt: Positive = key(1, "How many of them.")
+    validation_metric: Annotated[
+        Literal["E:MAE", "E:RMSE", "F:MAE", "F:RMSE", "V:MAE", "V:RMSE"],
+        BeforeValidator(lambda text: text.upper() if isinstance(text, str) else text),
+    ] = key("E:MAE", "The error that decides: of energies per atom, forces or virials per atom, its mean or square.")
+    full_val_file: Name = key("val.log", "File of these errors.")
+    full_val_start: float = key(
+        0.5, "When to begin: a fraction of all steps; from 1 on a step, where 1 itself means never.", ge=0
+    )
+
+
 class Training(Section):
     """Data, length of the training, and what is written."""
 
@@ -236,6 +265,7 @@ class Training(Section):
         "curve; null: none.",
         own=True,
     )
+    stop_when: StopWhen | None = key(None, "When the run ends before its number of steps.", own=True)
     acc_freq: Int = key(1, "Batches of each worker that make one step (gradient accumulation).", ge=1)
     zero_stage: Int = key(
         0,
@@ -294,10 +324,26 @@ class Input(Section):
     loss: AnyLoss = key(EnerLoss.Config(), "The loss, by its type.")
     training: Training = key(..., "Data, length of the training, and what is written.")
 
+    validating: Validating = key(Validating(), "Errors on all validation data, and the best models.")
+
     def problems(self) -> Iterator[tuple[str, str]]:
+        yield from self._validation()
         steps, warmup = self.training.numb_steps, self.learning_rate.warmup_steps
         if steps is not None and warmup >= steps:
             yield "learning_rate/warmup_steps", f"{warmup} must be smaller than the number of steps, {steps}"
         if self.training.zero_stage and not OPTIMIZERS[self.optimizer.type].shards:
             able = " or ".join(name for name, cls in OPTIMIZERS.items() if cls.shards)
             yield "training/zero_stage", f"is 1, but {self.optimizer.type} is not shared out; set 0, or use {able}"
+
+    def _validation(self) -> Iterator[tuple[str, str]]:
+        """Whatever looks at validation data needs some, with the label it looks at."""
+        if self.training.validation_data is None:
+            if self.validating.full_validation:
+                yield "validating/full_validation", "needs training/validation_data"
+            if self.training.stop_when is not None:
+                yield "training/stop_when", "needs training/validation_data"
+        term = self.validating.validation_metric[0].lower()
+        prefactors = [getattr(self.loss, f"{end}_pref_{term}", None) for end in ("start", "limit")]
+        if self.validating.full_validation and not any(prefactors):
+            metric = self.validating.validation_metric
+            yield "validating/validation_metric", f"is {metric}, but the loss has no such term (or both weights are 0)"

@@ -12,23 +12,15 @@ ANY = object()  # the key has no effect while the key it belongs to is off
 # path of the object -> key -> its neutral values, ANY, or a dict for an object with neutral keys of its own
 KEYS: dict[str, dict[str, Any]] = {
     "": {
-        "validating": {
-            "full_validation": [False],
-            "ema_full_validation": [False],
-            "compiled_infer": [False],
-            "tf32_infer": [False],
-            "amp_infer": [False],
-            "validation_freq": ANY,
-            "save_best": ANY,
-            "save_best_dir": ANY,
-            "max_best_ckpt": ANY,
-            "validation_metric": ANY,
-            "full_val_file": ANY,
-            "full_val_start": ANY,
-        },
         "nvnmd": [None, {}, {"enable": False}],
         "loss_dict": [None],
         "learning_rate_dict": [None],
+    },
+    "validating": {
+        "ema_full_validation": [False],
+        "compiled_infer": [False],
+        "tf32_infer": [False],
+        "amp_infer": [False],
     },
     "model": {
         "use_srtab": [None],

@@ -21,6 +21,7 @@ from allforce.train.build import change_bias
 from allforce.train.display import Display
 from allforce.train.monitor import Monitor
 from allforce.train.start import Job
+from allforce.train.validating import FullValidation, Patience
 
 NEVER = 2**62
 
@@ -38,6 +39,8 @@ class Trainer:
         self.display = Display(
             self.config, job.loss.names, comm.rank, self.first, self.last, job.restarted, monitor.facts
         )
+        self.full = FullValidation(job) if job.input.validating.full_validation else None
+        self.patience = Patience(self.config.stop_when)
         self.sum_since = torch.zeros_like(self.flat.sums)  # for disp_avg
         self.seen: list[tuple[str, Tensor]] = []  # this worker's micro-batches of the step and their losses
         self.frames = 0  # of this worker in the step
@@ -53,7 +56,7 @@ class Trainer:
     def loop(self) -> None:
         self.job.loader.start(*self.job.first_and_stride(self.first))
         try:
-            while (step := self.state.step) < self.last:
+            while (step := self.state.step) < self.last and not self.patience.over:
                 if self.shows(step):
                     self.refresh()
                 self.gradients(step)
@@ -62,6 +65,8 @@ class Trainer:
                     self.show(step)
                 if self.saves(step):
                     self.save(step)
+                if self.full is not None and self.full.due(step):
+                    self.validate_all(step)
                 self.update(step)
             self.finish()
         finally:
@@ -142,10 +147,18 @@ class Trainer:
                 self.display.scalars(step, lambda: validation, rate, "val")
             if self.collector is not None:
                 self.collector.flush_all()
+        if self.full is None and validation is not None:
+            forces = [name for name in self.loss.names if name.endswith("_f")]
+            self.patience.see(validation[(forces or self.loss.names)[-1]])
         self.monitor.row(step, rate, training, validation)
         self.display.speed(step, self.monitor.last_row)
         if self.config.tensorboard_histograms and self.display.boards:
             self.display.boards.histograms(step, self.flat.copy())
+
+    def validate_all(self, step: int) -> None:
+        assert self.full is not None
+        with phase(VALIDATION):
+            self.patience.see(self.full.run(step))
 
     def record(self, step: int) -> None:
         """The training figures of this step for the boards."""
@@ -209,5 +222,9 @@ class Trainer:
                 with self.state.averaged():
                     change_bias(self.model, self.job.loader, nbatch, self.comm, split)
             self.save(step)
+            if self.full is not None and step == self.last and self.full.config.full_val_start != 1:
+                self.validate_all(step)
+        if self.patience.over and self.comm.rank == 0:
+            log.info(f"ended at step {step} of {self.last}: {self.patience.since} validations without progress")
         self.display.farewell()
         self.monitor.finish()

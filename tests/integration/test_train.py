@@ -387,6 +387,40 @@ def test_average_of_the_weights(folder):
     assert all(torch.equal(weights(folder, 20)[k], v) for k, v in saved.items())
 
 
+FULL = {
+    "full_validation": True,
+    "validation_freq": 4,
+    "full_val_start": 0,
+    "validation_metric": "f:rmse",
+    "max_best_ckpt": 2,
+}
+
+
+def test_all_validation_data_and_the_best_models(folder):
+    train(folder, validating=FULL)
+    lines = (folder / "val.log").read_text().splitlines()
+    assert lines[0].split() == ["#", "step", "E:MAE", "E:RMSE", "F:MAE", "F:RMSE"]
+    values = {int(row[0]): [float(x) for x in row[1:]] for row in map(str.split, lines[1:])}
+    assert list(values) == [0, 4, 8, 12, 16, 20]
+    best = sorted(values, key=lambda step: values[step][3])[:2]
+    assert [s for s, _ in checkpoint.numbered(folder / "best.ckpt")] == sorted(best)
+    potential = DeepPot(folder / f"best.ckpt-{best[0]}.safetensors")
+    coord, force, energy = (np.load(folder / f"held/set.000/{x}.npy") for x in ("coord", "force", "energy"))
+    box = np.load(folder / "held/set.000/box.npy")
+    e, f = potential.eval(coord, box, [0, 0, 1, 1, 1, 0])[:2]
+    expected = [abs(e.ravel() - energy).mean() / 6, np.sqrt(((f.reshape(force.shape) - force) ** 2).mean())]
+    assert [values[best[0]][0], values[best[0]][3]] == pytest.approx(expected, rel=1e-4)
+    train(folder, "--restart", "model.ckpt-10", validating=FULL)
+    assert [int(line.split()[0]) for line in (folder / "val.log").read_text().splitlines()[7:]] == [12, 16, 20]
+
+
+def test_a_run_without_progress_ends(folder, capsys):
+    slow = {"learning_rate__start_lr": 1e-9, "learning_rate__stop_lr": 1e-10, "training__numb_steps": 100}
+    assert train(folder, training__stop_when={"patience": 2}, validating={**FULL, "save_best": False}, **slow) == 0
+    assert "ended at step 9 of 100: 2 validations without progress" in capsys.readouterr().err
+    assert checkpoint.numbered(folder / "model.ckpt")[-1][0] == 9 and not checkpoint.numbered(folder / "best.ckpt")
+
+
 def test_a_restart_does_not_change_the_optimizer(folder, capsys):
     train(folder, training__numb_steps=2)
     assert train(folder, "-r", "model.ckpt", optimizer={"type": "HybridMuon"}) == 2

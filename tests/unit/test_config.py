@@ -184,6 +184,15 @@ def test_defaults_are_those_of_deepmd() -> None:
             "acc_freq": 1,
             "zero_stage": 0,
         },
+        "validating": {
+            "full_validation": False,
+            "validation_freq": 5000,
+            "save_best": True,
+            "max_best_ckpt": 1,
+            "validation_metric": "E:MAE",
+            "full_val_file": "val.log",
+            "full_val_start": 0.5,
+        },
     }
     assert config.learning_rate.stop == 5e-8
     assert config.model.type_map is None
@@ -579,7 +588,7 @@ def test_long_values_are_cut() -> None:
         ({"training__training_data__min_pair_dist": 0.5}, "training/training_data/min_pair_dist"),
         ({"training__training_data__batch_size": "mix:8"}, "training/training_data/batch_size"),
         ({"model__descriptor__precision": "bfloat16"}, "model/descriptor/precision"),
-        ({"validating": {"full_validation": True}}, "validating/full_validation"),
+        ({"validating": {"tf32_infer": True}}, "validating/tf32_infer"),
     ],
     ids=str,
 )
@@ -602,7 +611,7 @@ def test_neutral_values_of_such_keys_are_dropped() -> None:
         model__fitting_net__tot_ener_zero=False,
         model__srtab_add_bias=True,
         model__bridging_method="None",
-        validating={"full_validation": False, "validation_freq": 2000, "_comment": ""},
+        validating={"full_validation": False, "compiled_infer": False, "_comment": ""},
         nvnmd={},
     )
     assert parse_input(data) == parse_input(WATER)

@@ -39,7 +39,7 @@ def test_markdown_examples() -> None:
 def test_markdown_lists_what_is_not_supported() -> None:
     text = part(reference_markdown(), "Keys of DeePMD-kit that Allforce does not have")
     assert "| `training/enable_tf32` | `false` |" in text
-    assert "| `validating/full_validation` | `false` |" in text
+    assert "| `validating/tf32_infer` | `false` |" in text
     assert all(f"`{name}`" in text for names in unsupported.TYPES.values() for name in names)
 
 
