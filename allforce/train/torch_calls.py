@@ -11,7 +11,15 @@ from torch import Tensor
 
 from allforce.errors import UserError
 
-NAMES = ("_fused_adam_", "_fused_adamw_", "_foreach_add_", "_foreach_copy_", "_foreach_mul_")
+FUSED = ("_fused_adam_", "_fused_adamw_")
+OTHERS: dict[str, list[tuple[tuple, float]]] = {  # name -> arguments after [1.0], and what that becomes
+    "_foreach_add_": [(([0.5],), 1.5), ((1.0,), 2.0)],
+    "_foreach_copy_": [(([0.5],), 0.5)],
+    "_foreach_lerp_": [(([0.5], 0.5), 0.75)],
+    "_foreach_mul_": [((3.0,), 3.0)],
+    "_foreach_zero_": [((), 0.0)],
+}
+NAMES = (*FUSED, *OTHERS)
 VERSIONS = "2.6 to 2.13"  # as in pyproject.toml
 
 
@@ -31,19 +39,17 @@ def check_torch() -> None:
 
 
 def _works(call, name: str) -> bool:
-    a, b = _number(1.0), _number(0.5)
-    if name.startswith("_fused"):  # the first step of Adam is one of length lr, against the gradient
+    if name in FUSED:  # the first step of Adam is one of length lr, against the gradient
+        tensors, count = _number(1.0), [torch.ones((), dtype=torch.float32)]
         options = {"beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "eps": 0.0, "amsgrad": False, "maximize": False}
-        count = [torch.ones((), dtype=torch.float32)]
-        call(a, b, _number(0.0), _number(0.0), [], count, lr=0.25, **options)
-        return abs(float(a[0]) - 0.75) < 1e-6
-    if name == "_foreach_mul_":
-        call(a, 3.0)
-        return float(a[0]) == 3.0
-    call(a, b)
-    if name == "_foreach_add_":
-        call(a, 1.0)
-    return float(a[0]) == (2.5 if name == "_foreach_add_" else 0.5)
+        call(tensors, _number(0.5), _number(0.0), _number(0.0), [], count, lr=0.25, **options)
+        return abs(float(tensors[0]) - 0.75) < 1e-6
+    for arguments, expected in OTHERS[name]:
+        tensors = _number(1.0)
+        call(tensors, *(_number(a[0]) if isinstance(a, list) else a for a in arguments))
+        if float(tensors[0]) != expected:
+            return False
+    return True
 
 
 def _number(value: float) -> list[Tensor]:
