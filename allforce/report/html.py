@@ -16,7 +16,6 @@ import numpy as np
 
 from allforce.errors import UserError
 from allforce.report.read import (
-    QUANTITIES,
     Parity,
     Scaling,
     read,
@@ -144,7 +143,7 @@ def _numbers(values: np.ndarray) -> list[float | int | None]:
 
 
 def _points(p: Parity) -> dict[str, Any]:
-    name, unit = QUANTITIES.get(p.kind, (p.kind, ""))
+    name, unit = p.quantity
     chosen = np.arange(len(p.data))
     if len(chosen) > POINTS:
         chosen = np.random.default_rng(0).choice(chosen, POINTS, replace=False)

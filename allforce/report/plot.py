@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from allforce.errors import UserError
-from allforce.report.read import KINDS, QUANTITIES, Curve, Parity, Phases, Scaling, read, title_of
+from allforce.report.read import KINDS, Curve, Parity, Phases, Scaling, read, title_of
 from allforce.writing import write_whole
 
 STEPS_SHOWN = 3  # of a timeline
@@ -92,7 +92,7 @@ def draw_parity(pyplot: Any, parities: list[Parity]) -> Any:
     n = len(parities)
     figure, panels = pyplot.subplots(1, n, figsize=(3.8 * n, 3.8), squeeze=False, layout="constrained")
     for panel, p in zip(panels[0], parities, strict=True):
-        name, unit = QUANTITIES.get(p.kind, (p.kind, ""))
+        name, unit = p.quantity
         ends = [min(p.data.min(), p.pred.min()), max(p.data.max(), p.pred.max())]
         panel.plot(ends, ends, color="grey", lw=0.8)
         panel.plot(p.data, p.pred, ".", ms=2, alpha=0.5, rasterized=len(p.data) > 5000)

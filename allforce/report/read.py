@@ -13,11 +13,16 @@ import numpy as np
 from allforce.errors import UserError
 
 KINDS = "a learning curve (lcurve.out), details of dp test (*.e.out, …), scaling.json of dp scaling-test, or a timeline"
-QUANTITIES = {  # column of a learning curve without rmse_, or kind of detail file: (name, unit)
+COLUMNS = {  # of a learning curve, without rmse_: (name, unit)
     "e": ("energy", "eV/atom"),
     "f": ("force", "eV/Å"),
     "v": ("virial", "eV/atom"),
+}
+DETAILS = {  # kind of a detail file: (name, unit)
+    "e": ("energy", "eV"),
     "e_peratom": ("energy", "eV/atom"),
+    "f": ("force", "eV/Å"),
+    "v": ("virial", "eV"),
     "v_peratom": ("virial", "eV/atom"),
     "s": ("stress", "eV/Å³"),
 }
@@ -54,6 +59,11 @@ class Parity:
     def mae(self) -> float:
         return float(np.mean(np.abs(self.pred - self.data)))
 
+    @property
+    def quantity(self) -> tuple[str, str]:
+        """Name and unit."""
+        return DETAILS.get(self.kind, (self.kind, ""))
+
 
 @dataclass
 class Phases:
@@ -74,7 +84,7 @@ class Scaling:
 
 def title_of(quantity: str) -> str:
     """Of a column of a learning curve: "RMSE of the force, eV/Å"."""
-    name, unit = QUANTITIES.get(quantity.removeprefix("rmse_").removeprefix("mae_"), (quantity, ""))
+    name, unit = COLUMNS.get(quantity.removeprefix("rmse_").removeprefix("mae_"), (quantity, ""))
     kind = "MAE" if quantity.startswith("mae") else "RMSE"
     return (
         f"{kind} of the {name}, {unit}" if unit else f"{name} (weighted error of all terms)" if name == "rmse" else name
@@ -114,7 +124,10 @@ def read_curve(path: Path) -> Curve:
 
 
 def read_parity(path: Path) -> Parity:
-    values = np.loadtxt(path, ndmin=2)
+    lines = [line for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
+    if not lines:
+        raise UserError(f"{path}: has no rows.")
+    values = np.loadtxt(lines, ndmin=2)
     half = values.shape[1] // 2
     data, pred = values[:, :half].ravel(), values[:, half:].ravel()
     known = np.isfinite(data)  # a label that the data does not have is nan

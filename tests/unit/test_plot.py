@@ -40,6 +40,9 @@ def test_parity_leaves_out_missing_labels(tmp_path):
     found = read(path)
     assert isinstance(found, Parity) and found.kind == "f" and found.data.tolist() == [1, 2, 3]
     assert found.rmse == pytest.approx(np.sqrt(4 / 3)) and found.mae == pytest.approx(2 / 3)
+    assert found.quantity == ("force", "eV/Å")
+    (tmp_path / "x.e.out").write_text("# sys: data_e pred_e\n-3 -2\n")
+    assert read(tmp_path / "x.e.out").quantity == ("energy", "eV")
 
 
 def timeline(path, steps=9):
@@ -112,11 +115,13 @@ def test_mistakes_get_words(tmp_path, capsys, monkeypatch):
     (tmp_path / "text").write_text("hello")
     (tmp_path / "empty").write_text(HEAD)
     (tmp_path / "list.json").write_text("[1, 2]")
+    (tmp_path / "x.f.out").write_text("# sys: data_f pred_f\n")
     for words, arguments in {
         "different kinds": ["lcurve.out", "t.json"],
         "is neither": ["text"],
         "is neither a": ["list.json"],
         "no rows yet": ["empty"],
+        "x.f.out: has no rows": ["x.f.out"],
         "No such file": ["nothing"],
         "should end in": ["lcurve.out", "-o", "x.jpeg2"],
     }.items():
