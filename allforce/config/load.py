@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 
 from allforce.config import unsupported
 from allforce.config.legacy import V0_KEYS, Clash, is_v0, modernise
+from allforce.config.pinn import from_pinn, is_pinn
 from allforce.config.read import read_file
 from allforce.config.schema import Input, ModelAlone
 from allforce.config.section import Section, aliases, expected, is_own, quoted, sections, takes_dicts, walk
@@ -42,6 +43,8 @@ def load_input(path: str | Path) -> Input:
 
 def parse_input(data: dict[str, Any], name: str = "input") -> Input:
     """Check an input that is already in memory; `name` is how messages call it."""
+    if is_pinn(data):
+        data, name = from_pinn(data, name), f"{name} (network and model/params of PiNN are `model` and `loss` here)"
     v0 = is_v0(data)
     data, notes, clashes = modernise(data)
     mistakes = [_clash(clash) for clash in clashes]

@@ -279,6 +279,12 @@ class Training(Section):
         "from everything with its own seed; partition: every worker holds its share of the systems only.",
         own=True,
     )
+    parallel: bool | None = key(
+        None,
+        "true: the log says what several workers do together; false: several workers are an error (as for a script of "
+        "PiNN without parallel).",
+        own=True,
+    )
     cache_memory: float | None = key(
         None,
         "Memory of each host for frames kept ready with their neighbours, in GiB, shared by its workers; a quarter of "

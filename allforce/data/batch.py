@@ -55,6 +55,11 @@ LABELS: dict[str, tuple[bool, int]] = {
     "atom_ener": (True, 1),
     "atom_pref": (True, 1),
     "atom_ener_coeff": (True, 1),
+    "dipole": (False, 3),
+    "dipole_norm": (False, 1),
+    "e_weight": (False, 1),
+    "d_weight": (False, 1),
+    "f_weights": (True, 3),
 }
 
 

@@ -22,6 +22,8 @@ from ase.geometry import complete_cell
 from allforce.data.batch import Frame
 from allforce.data.loader import collate
 from allforce.errors import UserError
+from allforce.files.model_file import load_model
+from allforce.infer.evaluate import AnyModel, Evaluator
 from allforce.infer.predict import DeepPot
 from allforce.models import Model
 from allforce.neighbors import neighbor_list
@@ -30,7 +32,8 @@ VOIGT = [0, 4, 8, 5, 2, 1]  # xx yy zz yz xz xy of a row-major 3 × 3
 
 
 class DP(Calculator):
-    """energy, free_energy, forces, stress, energies (of atoms) and virial of a model.
+    """energy, free_energy, forces, stress, energies (of atoms) and virial of a potential; dipole and charges of a model
+    that predicts them.
 
     type_dict: element -> type index, where the model's type_map does not hold chemical symbols. Frame and atomic
     parameters are taken from atoms.info["fparam"] and atoms.info["aparam"] (or atoms.arrays["aparam"]).
@@ -41,7 +44,7 @@ class DP(Calculator):
 
     def __init__(
         self,
-        model: str | Path | Model | DeepPot,
+        model: str | Path | Model | Evaluator,
         label: str = "DP",
         type_dict: Mapping[str, int] | None = None,
         skin: float = 1.0,
@@ -49,7 +52,10 @@ class DP(Calculator):
         **kwargs: Any,
     ):
         super().__init__(label=label, **kwargs)
-        self.dp = model if isinstance(model, DeepPot) else DeepPot(model, table=table)
+        self.dp = model if isinstance(model, Evaluator) else evaluator_of(model, table)
+        outputs = self.dp.model.outputs
+        energy = type(self).implemented_properties if "energy" in outputs else []
+        self.implemented_properties = [*energy, *(name for name in ("dipole", "charges") if name in outputs)]
         names = self.dp.get_type_map()
         self.type_dict = dict(type_dict) if type_dict else {name: t for t, name in enumerate(names)}
         self.skin = skin
@@ -69,16 +75,13 @@ class DP(Calculator):
         i, j, r = self.dp.preparation.limited(*self._list.pairs(frame.coord), frame.type, "the structure")
         batch = collate([frame], [(i, j, r)], self.dp.get_ntypes()).to(self.dp.device)
         self._virial = self._virial or "stress" in properties or "virial" in properties
-        wanted = ["energy", "forces", "atomic energy", *(["virial"] if self._virial else [])]
-        (result,) = self.dp.results(batch, [frame], wanted)
-        energy = float(result["energy"])
-        self.results = {
-            "energy": energy,
-            "free_energy": energy,
-            "forces": result["forces"],
-            "energies": result["atomic energy"],
-        }
-        if self._virial:
+        wanted = ["energy", "forces", "atomic energy", "dipole", "charges", *(["virial"] if self._virial else [])]
+        (result,) = self.dp.results(batch, [frame], [name for name in wanted if name in self.dp.model.outputs])
+        self.results = {name: result[name] for name in ("forces", "dipole", "charges") if name in result}
+        if "energy" in result:
+            energy = float(result["energy"])
+            self.results |= {"energy": energy, "free_energy": energy, "energies": result["atomic energy"]}
+        if "virial" in result:
             virial = self.results["virial"] = result["virial"].reshape(3, 3)
             if atoms.pbc.any() and atoms.cell.rank == 3:
                 self.results["stress"] = -0.5 * (virial + virial.T).ravel()[VOIGT] / atoms.get_volume()
@@ -103,6 +106,11 @@ class DP(Calculator):
             else np.broadcast_to(np.reshape(aparam, (-1, width)), (n, width)),
         )
         return self.dp.checked(frame)
+
+
+def evaluator_of(model: str | Path | Model, table: str) -> Evaluator:
+    model = model if isinstance(model, Model) else load_model(model)
+    return DeepPot(model, table) if "energy" in model.outputs else AnyModel(model, table)
 
 
 class _SkinList:

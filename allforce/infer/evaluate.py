@@ -34,11 +34,11 @@ class Evaluator:
     The two differ by less than 1e-9 of the nets' range in float64.
     """
 
-    kind = "energy"  # the output that a model must have to be used by this class
+    kind: str | None = "energy"  # the output that a model must have to be used by this class; None: any
 
     def __init__(self, model: str | Path | Model, table: str = "table", device: str | torch.device | None = None):
         self.model = model if isinstance(model, Model) else load_model(model)
-        if self.kind not in self.model.outputs:
+        if self.kind is not None and self.kind not in self.model.outputs:
             found = ", ".join(self.model.outputs)
             raise UserError(f"{type(self).__name__}: the model does not predict {self.kind}; it predicts {found}.")
         if table not in ("table", "exact"):
@@ -150,6 +150,12 @@ class Evaluator:
             )
             for k in range(nf)
         ]
+
+
+class AnyModel(Evaluator):
+    """A model, whatever it predicts."""
+
+    kind = None
 
 
 def _max_atoms(text: str) -> int:

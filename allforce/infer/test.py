@@ -7,8 +7,8 @@ of all their numbers together: MAE weighted by n, RMSE the root of the weighted 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +16,8 @@ import numpy as np
 from allforce.data.batch import Frame
 from allforce.data.system import System
 from allforce.errors import UserError
-from allforce.infer.evaluate import Result
-from allforce.infer.predict import DEFAULT, DeepPot
+from allforce.infer.evaluate import AnyModel, Evaluator, Result
+from allforce.infer.predict import DEFAULT
 from allforce.infer.systems import select_systems
 
 log = logging.getLogger("deepmd.entrypoints.test")
@@ -35,7 +35,10 @@ METRICS = {
     "virial_peratom": ("Virial MAE/Natoms", "Virial RMSE/Natoms", "eV"),
     "stress": ("Stress MAE", "Stress RMSE", "eV/Å³"),
     "atom_energy": ("Atomic ener MAE", "Atomic ener RMSE", "eV"),
+    "dipole": ("Dipole MAE", "Dipole RMSE", "e·Å"),
+    "dipole_norm": ("Dipole length MAE", "Dipole length RMSE", "e·Å"),
 }
+WANTED = (*DEFAULT, "atomic energy", "dipole", "dipole norm")
 NOT_AVERAGED = ("atom_energy",)
 
 
@@ -78,7 +81,7 @@ def run_test(
     atomic: bool = False,
 ) -> dict[str, Errors]:
     """Log the errors on every system and their average, which is also returned."""
-    dp = DeepPot(model)
+    dp = AnyModel(model)
     systems = select_systems(dp.get_type_map(), system, datafile, train_data, valid_data)
     rng = np.random.default_rng(rand_seed)
     details = None if detail_file is None else Details(detail_file)
@@ -109,7 +112,7 @@ def chosen_frames(system: System, numb_test: int, rng: np.random.Generator | Non
 
 
 def test_system(
-    dp: DeepPot, system: System, frames: np.ndarray, atomic: bool = False, details: Details | None = None
+    dp: Evaluator, system: System, frames: np.ndarray, atomic: bool = False, details: Details | None = None
 ) -> dict[str, Errors]:
     if atomic and "atom_ener" not in system.label_names:
         raise UserError(f"{system.name}: has no atom_ener.npy, which --atomic needs. Leave out -a or add the labels.")
@@ -123,32 +126,42 @@ def test_system(
     return errors
 
 
-def _chunks(dp: DeepPot, system: System, frames: np.ndarray) -> Iterator[list[tuple[Frame, Result]]]:
+def _chunks(dp: Evaluator, system: System, frames: np.ndarray) -> Iterator[list[tuple[Frame, Result]]]:
     """Frames with their results, CHUNK at a time: memory does not grow with the system."""
+    wanted, units = [name for name in WANTED if name in dp.model.outputs], dp.model.label_units
     for start in range(0, len(frames), CHUNK):
-        part = [system.frame(int(k)) for k in frames[start : start + CHUNK]]
-        yield list(zip(part, dp.evaluate(part, (*DEFAULT, "atomic energy")), strict=True))
+        part = [_in_units(system.frame(int(k)), units) for k in frames[start : start + CHUNK]]
+        yield list(zip(part, dp.evaluate(part, wanted), strict=True))
+
+
+def _in_units(frame: Frame, units: Mapping[str, float]) -> Frame:
+    """The frame with its labels in eV, Å, e·Å."""
+    labels = {name: value * units[name] if name in units else value for name, value in frame.labels.items()}
+    return replace(frame, labels=labels) if units else frame
 
 
 def differences(frame: Frame, result: Result, atomic: bool) -> Iterator[tuple[str, np.ndarray, np.ndarray | None]]:
     """(quantity, prediction - label, weight) of what the frame has labels for."""
     labels, real = frame.labels, frame.type >= 0
     n = int(real.sum())
-    if "energy" in labels:
+    if "energy" in labels and "energy" in result:
         d = result["energy"] - labels["energy"].ravel()
         yield "energy", d, None
         yield "energy_peratom", d / n, None
-    if "force" in labels:
+    if "force" in labels and "forces" in result:
         d = (result["forces"] - labels["force"].reshape(-1, 3))[real]
         yield "force", d, None
         if "atom_pref" in labels:
             yield "force_weighted", d, np.repeat(labels["atom_pref"].reshape(-1, 1)[real], 3, axis=1)
-    if "virial" in labels and frame.cell is not None:
+    if "virial" in labels and "virial" in result and frame.cell is not None:
         d = result["virial"] - labels["virial"].ravel()
         yield "virial", d, None
         yield "virial_peratom", d / n, None
         yield "stress", -d / abs(np.linalg.det(frame.cell)), None
-    if atomic and "atom_ener" in labels:
+    for name, output in (("dipole", "dipole"), ("dipole_norm", "dipole norm")):
+        if name in labels and output in result:
+            yield name, result[output].ravel() - labels[name].ravel(), None
+    if atomic and "atom_ener" in labels and "atomic energy" in result:
         yield "atom_energy", (result["atomic energy"] - labels["atom_ener"].ravel())[real], None
 
 
@@ -164,7 +177,7 @@ def log_errors(errors: dict[str, Errors]) -> None:
 
 
 class Details:
-    """The files PREFIX.e.out, .e_peratom.out, .f.out, .v.out, .v_peratom.out, .s.out: labels, then predictions.
+    """The files PREFIX.e.out, .e_peratom.out, .f.out, .v.out, .v_peratom.out, .s.out; .dipole.out: labels, predictions.
 
     A label that the data does not have is written as nan. The header names the first system; rows of later ones follow.
     """
@@ -176,6 +189,13 @@ class Details:
             raise UserError(f"--detail-file {prefix}: the directory {self.prefix.parent} does not exist.")
 
     def write(self, pairs: list[tuple[Frame, Result]], periodic: bool) -> None:
+        if "dipole" in pairs[0][1]:
+            d = np.array([np.concatenate([_label(f, "dipole", 3), r["dipole"]]) for f, r in pairs])
+            self._save("dipole", " ".join(f"{which}_d{x}" for which in ("data", "pred") for x in "xyz"), d)
+        if "energy" in pairs[0][1]:
+            self._potential(pairs, periodic)
+
+    def _potential(self, pairs: list[tuple[Frame, Result]], periodic: bool) -> None:
         atoms = np.array([[int((f.type >= 0).sum())] for f, _ in pairs])  # (nf, 1)
         e = np.array([[_label(f, "energy", 1)[0], r["energy"]] for f, r in pairs])
         self._save("e", "data_e pred_e", e)

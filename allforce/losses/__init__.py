@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from allforce.losses.ener import EnerLoss
 from allforce.losses.loss import Loss
+from allforce.losses.pinn import PinnDipoleLoss, PinnLoss
 
-LOSSES: dict[str, type[Loss]] = {"ener": EnerLoss}
+LOSSES: dict[str, type[Loss]] = {"ener": EnerLoss, "pinn": PinnLoss, "pinn_dipole": PinnDipoleLoss}

@@ -68,6 +68,11 @@ class Model(nn.Module):
         raise NotImplementedError
 
     @property
+    def label_units(self) -> dict[str, float]:
+        """Units of the data in ours (eV, Å, e·Å), by label, where they differ."""
+        return {}
+
+    @property
     def precision(self) -> torch.dtype:
         return next(self.parameters()).dtype
 

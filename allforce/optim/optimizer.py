@@ -9,7 +9,7 @@ from torch import Tensor
 from allforce.config.section import Section
 from allforce.distributed.comm import Comm
 
-TYPE_HELP = 'Kind of optimizer: "Adam", "AdamW" or "HybridMuon".'
+TYPE_HELP = 'Kind of optimizer: "Adam", "AdamW", "HybridMuon" or "KerasAdam".'
 
 
 class Parameters(Protocol):

@@ -11,13 +11,18 @@ from allforce.config.schema import DataConfig, Input
 from allforce.data.cache import Cache, memory_of_host
 from allforce.data.dataset import DataSet
 from allforce.data.discover import open_systems
+from allforce.data.system import System, adopt_type_map
 from allforce.distributed.comm import Comm, partition
 from allforce.distributed.connect import agree
 from allforce.errors import UserError
 from allforce.train.source import Source
 
+Given = tuple[list[System], list[System] | None]  # training and validation systems that a script has opened
 
-def open_data(settings: Input, source: Source | None, comm: Comm) -> tuple[DataSet, DataSet | None]:
+
+def open_data(
+    settings: Input, source: Source | None, comm: Comm, given: Given | None = None
+) -> tuple[DataSet, DataSet | None]:
     """Training and validation data; workers that see different data stop."""
     config, type_map = settings.training, settings.model.type_map
     if source is not None:
@@ -27,6 +32,8 @@ def open_data(settings: Input, source: Source | None, comm: Comm) -> tuple[DataS
                 "Types cannot be added, left out or moved: use the same list."
             )
         type_map = source.config.type_map
+    if given is not None:
+        return _given(given, settings, type_map, comm)
     share = (comm.rank, comm.size) if config.sharding == "partition" else (0, 1)
     training = _open(config.training_data, type_map, "training", *share)
     validation = None
@@ -37,6 +44,26 @@ def open_data(settings: Input, source: Source | None, comm: Comm) -> tuple[DataS
     if validation is not None:
         agree(comm, "the validation data", fingerprint(validation))
     return training, validation
+
+
+def _given(given: Given, settings: Input, type_map: list[str] | None, comm: Comm) -> tuple[DataSet, DataSet | None]:
+    """The data that a script has opened; with sharding "partition" every worker has its own share of them."""
+    config, (systems, held_out) = settings.training, given
+    if not systems:
+        raise UserError(f"rank {comm.rank}: the training data have no frames.")
+    training = _adopt(systems, config.training_data, type_map, "training")
+    if config.sharding != "partition":
+        agree(comm, "the training data", fingerprint(training))
+    if not held_out or config.validation_data is None:
+        return training, None
+    return training, _adopt(held_out, config.validation_data, training.type_map, "validation")
+
+
+def _adopt(systems: list[System], config: DataConfig, type_map: list[str] | None, name: str) -> DataSet:
+    type_map = adopt_type_map(systems) if type_map is None else type_map
+    for system in systems:
+        system.use_type_map(type_map)
+    return DataSet(systems, config.batch_size, config.auto_prob, config.sys_probs, name)
 
 
 def _open(config: DataConfig, type_map: list[str] | None, name: str, rank: int = 0, size: int = 1) -> DataSet:

@@ -14,6 +14,7 @@ import torch
 
 from allforce import __version__, logs
 from allforce.config.load import load_input, normalised
+from allforce.config.schema import Input
 from allforce.distributed import devices
 from allforce.distributed.comm import Comm
 from allforce.distributed.connect import agree, connect
@@ -24,6 +25,7 @@ from allforce.distributed.shared import HostComm
 from allforce.distributed.spawn import report, run_local_workers, worker_count
 from allforce.errors import UserError, file_problem
 from allforce.logs import CollectHandler, log
+from allforce.train.datasets import Given
 from allforce.train.monitor import Monitor
 from allforce.train.recipe import with_recipe
 from allforce.train.start import Job, Options, prepare
@@ -86,7 +88,30 @@ def work(
         "use_pretrain_script",
     )
     options = Options(args.INPUT, **{name: getattr(args, name) for name in names})
-    job = prepare(input, comm, options, device)
+    run(input, options, world, comm, device, threads, collector, timeline=args.timeline)
+    log.info(f"wall time: {time.perf_counter() - begun:.3f} s")
+    if collector is not None:
+        collector.flush_all()
+
+
+def run(
+    settings: Input,
+    options: Options,
+    world: World,
+    comm: CountedComm,
+    device: torch.device,
+    threads: devices.Threads,
+    collector: CollectHandler | None,
+    data: Given | None = None,
+    timeline: str | None = None,
+) -> Job:
+    """Prepare and train; data: systems that are open already, in the place of those that the input names."""
+    if settings.training.parallel is False and comm.size > 1:
+        raise UserError(
+            f"{options.input}: {comm.size} workers were started, but `parallel` is not true, and {comm.size} copies of "
+            "one training are of no use. Set parallel: true, or start one worker."
+        )
+    job = prepare(settings, comm, options, device, data)
     for line in logs.summary(summary_rows(job, world, comm, device, threads), comm.size > 1):
         log.info(line)
     warnings = devices.crowded(threads, comm) if device.type == "cpu" else []
@@ -94,15 +119,32 @@ def work(
         for line in warnings:
             log.warning(line)
         tell_start(job)
+    if settings.training.parallel and comm.size > 1:
+        tell_parallel(job, comm, device, options)
     if collector is not None:
         collector.flush_all()
-    facts = dict(summary_rows(job, world, comm, device, threads)) | {"input": str(args.INPUT), "version": __version__}
+    facts = dict(summary_rows(job, world, comm, device, threads)) | {"input": options.input, "version": __version__}
     facts["host"] = socket.gethostname()
-    monitor = Monitor(job.input.training, comm, device, facts, timeline_of(args, job, comm), job.restarted)
+    monitor = Monitor(job.input.training, comm, device, facts, timeline_of(timeline, job, comm), job.restarted)
     Trainer(job, comm, monitor, collector).run()
-    log.info(f"wall time: {time.perf_counter() - begun:.3f} s")
-    if collector is not None:
-        collector.flush_all()
+    return job
+
+
+def tell_parallel(job: Job, comm: Comm, device: torch.device, options: Options) -> None:
+    """What the workers do together, in the order in which it is done."""
+    names = comm.gather(f"gpu:{device.index}" if device.type == "cuda" else "cpu")
+    if comm.rank > 0:
+        return
+    schedule, start = job.schedule, options.source
+    factor = f"{schedule.start:.2e} x {schedule.factor:g} = {schedule.start * schedule.factor:.2e}"
+    for line in (
+        "only rank 0 writes checkpoints and the learning curve",
+        f"learning rate scaled by the number of workers: {factor}",
+        f"initial state broadcast from rank 0 ({f'restored from {start}' if start else 'from scratch'})",
+        f"gradients averaged over {comm.size} workers in every step, by one all-reduce",
+        f"one device for each worker, by its local rank: {', '.join(names)}",
+    ):
+        log.info(f"parallel: {line}")
 
 
 def summary_rows(
@@ -134,11 +176,11 @@ def summary_rows(
     ]
 
 
-def timeline_of(args: Namespace, job: Job, comm: Comm) -> str | None:
+def timeline_of(option: str | None, job: Job, comm: Comm) -> str | None:
     """Its file, by option, input or Horovod's variable (unless Horovod itself is there to write that)."""
     config = job.input.training
-    if args.timeline or config.profiling:
-        return args.timeline or config.profiling_file
+    if option or config.profiling:
+        return option or config.profiling_file
     return os.environ.get("HOROVOD_TIMELINE") or None if comm.engine != "horovod" else None
 
 

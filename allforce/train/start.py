@@ -24,7 +24,7 @@ from allforce.losses import LOSSES, Loss
 from allforce.models import MODELS, Model
 from allforce.schedule import Schedule
 from allforce.train.build import change_bias, complete_model, set_statistics
-from allforce.train.datasets import make_cache, open_data
+from allforce.train.datasets import Given, make_cache, open_data
 from allforce.train.source import Options, Source, read_source, run_name, shared_seed
 from allforce.train.state import State
 
@@ -73,10 +73,10 @@ class Job:
         return {"run": self.run, "seed": self.seed, "input": normalised(self.input)}
 
 
-def prepare(settings: Input, comm: Comm, options: Options, device: torch.device) -> Job:
+def prepare(settings: Input, comm: Comm, options: Options, device: torch.device, data: Given | None = None) -> Job:
     """Open the data, make the statistics, build the model and give every worker the same initial state."""
     source = read_source(options, comm)
-    training, validation = open_data(settings, source, comm)
+    training, validation = open_data(settings, source, comm, data)
     split = settings.training.sharding != "partition"
     section, nearest = complete_model(settings.model, training, options, source, comm, split)
     settings = settings.model_copy(update={"model": section})

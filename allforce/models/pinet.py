@@ -1,0 +1,324 @@
+"""The networks PiNet and PiNet2 of PiNN: atoms and pairs refine each other's properties, block by block.
+
+    P_i   properties of an atom, at first which element it is         e_b  radial basis of a pair, 0 at the cutoff
+    PI    w = FF([P_i, P_j]) (c, n_basis),  I_c = Σ_b w_cb e_b        II   I ← FF(I), without bias
+    IP    P'_i = Σ_j I_ij                                              PP   P ← FF(P)
+    out   += Out_t(P'),  a linear net of the new properties            res  P ← P + P', P·W + P' where widths differ
+
+A block of PiNet is P' = IP(II(PI(PP(P)))), the first one without PP. FF is a chain of dense layers x·kernel + bias with
+the activation on every one. Modules and parameters are named as PiNN names them, so its weights go in by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from math import pi, sqrt
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from allforce.data.batch import Edges
+from allforce.models.layers import activation
+from allforce.models.pinet_ops import interaction, tanh
+
+TANH_1 = math.tanh(1.0)
+CUTOFFS = {  # (r, rc) -> value, 0 at rc with a slope of 0
+    "f1": lambda r, rc: 0.5 * (torch.cos(pi * r / rc) + 1.0),
+    "f2": lambda r, rc: (torch.tanh(1.0 - r / rc) / TANH_1) ** 3,
+    "hip": lambda r, rc: torch.cos(pi * r / (2.0 * rc)) ** 2,
+}
+
+
+class Basis(nn.Module):
+    """e_b of distances: powers 1 … n_basis (or a list) of the cutoff function, or Gaussians times it."""
+
+    center: Tensor
+    gamma: Tensor
+
+    def __init__(
+        self, cutoff_type: str, basis_type: str, rc: float, n_basis: int | Sequence[int],
+        gamma: float | Sequence[float], center: Sequence[float] | None,
+    ):  # fmt: skip
+        super().__init__()
+        self.cutoff, self.rc, self.gaussian = CUTOFFS[cutoff_type], rc, basis_type == "gaussian"
+        if self.gaussian:
+            assert isinstance(n_basis, int)
+            centers = np.linspace(0.0, rc, n_basis) if center is None else np.array(center, dtype=np.float64)
+            gammas = np.broadcast_to(np.array(gamma, dtype=np.float64), centers.shape).copy()
+            self.register_buffer("center", torch.from_numpy(centers), persistent=False)
+            self.register_buffer("gamma", torch.from_numpy(gammas), persistent=False)
+            self.size = len(centers)
+        else:
+            self.powers = list(range(1, n_basis + 1)) if isinstance(n_basis, int) else list(n_basis)
+            self.size = len(self.powers)
+
+    def forward(self, r: Tensor) -> Tensor:
+        """(E, nb) from distances (E,)."""
+        fc = self.cutoff(r, self.rc)
+        if self.gaussian:
+            return torch.exp(-self.gamma * (r[:, None] - self.center) ** 2) * fc[:, None]
+        return torch.stack([fc**n for n in self.powers], dim=1)
+
+
+class Dense(nn.Module):
+    """x·kernel + bias; kernels begin uniform in ±√(6/(in + out)), biases with 0, as Keras has it."""
+
+    def __init__(self, size_in: int, size_out: int, make: Maker, bias: bool = True):
+        super().__init__()
+        self.kernel = make.kernel(size_in, size_out)
+        self.bias = make.zeros(size_out) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:  # (…, in) -> (…, out)
+        return x @ self.kernel if self.bias is None else torch.addmm(self.bias, x, self.kernel)
+
+
+class Maker:
+    """Makes parameters, one after the other from one stream of random numbers."""
+
+    def __init__(self, rng: np.random.Generator, dtype: torch.dtype):
+        self.rng, self.dtype = rng, dtype
+
+    def kernel(self, size_in: int, size_out: int) -> nn.Parameter:
+        limit = sqrt(6.0 / (size_in + size_out))
+        return nn.Parameter(torch.from_numpy(self.rng.uniform(-limit, limit, (size_in, size_out))).to(self.dtype))
+
+    def zeros(self, size: int) -> nn.Parameter:
+        return nn.Parameter(torch.zeros(size, dtype=self.dtype))
+
+
+class FF(nn.Module):
+    """Dense layers with the activation on each, also on the last."""
+
+    def __init__(self, size_in: int, nodes: Sequence[int], act: str, make: Maker, bias: bool = True):
+        super().__init__()
+        sizes = [size_in, *nodes]
+        layers = [Dense(a, b, make, bias) for a, b in zip(sizes, nodes, strict=False)]
+        self.dense_layers: list[Dense] = nn.ModuleList(layers)  # type: ignore[assignment]
+        self.phi = tanh if act == "tanh" else activation(act)
+        self.size = sizes[-1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.dense_layers:
+            x = self.phi(layer(x))
+        return x
+
+
+class PI(nn.Module):
+    """From the properties of two atoms and the basis of their distance to the interaction I (E, c)."""
+
+    def __init__(self, size_in: int, nodes: Sequence[int], n_basis: int, act: str, make: Maker):
+        super().__init__()
+        self.size_in, self.size, self.n_basis, self.tanh = size_in, nodes[-1], n_basis, act == "tanh"
+        self.ff_layer = FF(2 * size_in, [*nodes[:-1], nodes[-1] * n_basis], act, make)
+
+    def forward(self, P: Tensor, edges: Edges, e: Tensor) -> Tensor:
+        layers: list[Any] = [(layer.kernel, layer.bias) for layer in self.ff_layer.dense_layers]
+        layers[-1] = self._by_basis(*layers[-1])
+        (kernel, bias), *others = layers
+        # [P_i, P_j]·kernel = P_i·upper + P_j·lower: products over atoms, which are fewer than pairs
+        of_i, of_j = P @ kernel[: self.size_in], torch.addmm(bias, P, kernel[self.size_in :])
+        z = of_i.index_select(0, edges.i) + of_j.index_select(0, edges.j)
+        for kernel, bias in others:
+            z = torch.addmm(bias, self.ff_layer.phi(z), kernel)
+        z = z.view(-1, self.n_basis, self.size)
+        return interaction(z, e) if self.tanh else (self.ff_layer.phi(z) * e[:, :, None]).sum(1)
+
+    def _by_basis(self, kernel: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """Columns (c, n_basis) -> (n_basis, c): sums over the basis are then sums of rows."""
+        shape = (-1, self.size, self.n_basis)
+        kernel, bias = kernel.view(shape).transpose(1, 2), bias.view(shape[1:]).T
+        return kernel.flatten(1), bias.flatten()
+
+
+class Out(nn.Module):
+    """A linear net: dense layers without activation, the last one without bias."""
+
+    def __init__(self, size_in: int, nodes: Sequence[int], units: int, make: Maker):
+        super().__init__()
+        self.ff_layer = FF(size_in, nodes, "linear", make)
+        self.out_units = Dense(self.ff_layer.size, units, make, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # (…, c) -> (…, units)
+        y = self.out_units(self.ff_layer(x.flatten(0, -2)))
+        return y.view(*x.shape[:-1], -1)
+
+
+class Residual(nn.Module):
+    """P + P', with a matrix on P when their widths differ."""
+
+    def __init__(self, size_in: int, size_out: int, make: Maker):
+        super().__init__()
+        self.transform = Dense(size_in, size_out, make, bias=False) if size_in != size_out else None
+
+    def forward(self, old: Tensor, new: Tensor) -> Tensor:
+        return (old if self.transform is None else self.transform(old)) + new
+
+
+def of_atoms(I: Tensor, edges: Edges, natoms: int) -> Tensor:  # noqa: E741
+    """IP: Σ_j I_ij of the pairs (E, …) of each atom (N, …)."""
+    return I.new_zeros(natoms, *I.shape[1:]).index_add(0, edges.i, I)
+
+
+class Block(nn.Module):
+    """PP, PI, II, IP of PiNet; the first block of a network has no PP."""
+
+    def __init__(self, size_in: int, first: bool, config: Any, n_basis: int, make: Maker):
+        super().__init__()
+        self.pp_layer = None if first else FF(size_in, config.pp_nodes, config.act, make)
+        size_in = size_in if self.pp_layer is None else self.pp_layer.size
+        self.pi_layer = PI(size_in, config.pi_nodes, n_basis, config.act, make)
+        self.ii_layer = FF(self.pi_layer.size, config.ii_nodes, config.act, make, bias=False)
+
+    def forward(self, P: Tensor, edges: Edges, e: Tensor) -> Tensor:
+        Q = P if self.pp_layer is None else self.pp_layer(P)
+        return of_atoms(self.ii_layer(self.pi_layer(Q, edges, e)), edges, len(P))
+
+
+class PiNet(nn.Module):
+    """Scalars only. Parameters as those of PiNN's class; act: a name of layers.ACTIVATIONS."""
+
+    def __init__(self, config: Any, n_types: int, make: Maker):
+        super().__init__()
+        self.basis = basis_of(config)
+        width, blocks, outs, residuals = n_types, [], [], []
+        for t in range(config.depth):
+            blocks.append(Block(width, t == 0, config, self.basis.size, make))
+            outs.append(Out(config.ii_nodes[-1], config.out_nodes, 1, make))
+            residuals.append(Residual(width, config.ii_nodes[-1], make))
+            width = config.ii_nodes[-1]
+        self.gc_blocks: list[Block] = nn.ModuleList(blocks)  # type: ignore[assignment]
+        self.out_layers: list[Out] = nn.ModuleList(outs)  # type: ignore[assignment]
+        self.res_update: list[Residual] = nn.ModuleList(residuals)  # type: ignore[assignment]
+
+    def forward(self, P: Tensor, edges: Edges, r: Tensor) -> dict[str, Tensor]:
+        """{"out": (N,)} from the elements P (N, n_types) and the edge vectors r (E, 3)."""
+        e = self.basis(torch.linalg.vector_norm(r, dim=1)).to(P.dtype)
+        out = P.new_zeros(len(P), 1)
+        for block, read, residual in zip(self.gc_blocks, self.out_layers, self.res_update, strict=True):
+            new = block(P, edges, e)
+            out = out + read(new)
+            P = residual(P, new)
+        return {"out": out[:, 0]}
+
+
+def basis_of(config: Any) -> Basis:
+    return Basis(config.cutoff_type, config.basis_type, config.rc, config.n_basis, config.gamma, config.center)
+
+
+# ------------------------------------------------------------------------------------------------------------- PiNet2
+
+
+class Invariant(nn.Module):
+    """I1 = II(PI(P1)) of pairs and P1' = PP(IP(I1)) of atoms, neither II nor this PP with a bias."""
+
+    def __init__(self, size_in: int, config: Any, n_props: int, n_basis: int, make: Maker):
+        super().__init__()
+        *hidden, last = config.ii_nodes
+        self.pi_layer = PI(size_in, config.pi_nodes, n_basis, config.act, make)
+        self.ii_layer = FF(self.pi_layer.size, [*hidden, last * n_props], config.act, make, bias=False)
+        self.pp_layer = FF(self.ii_layer.size, config.pp_nodes, config.act, make, bias=False)
+
+    def forward(self, P1: Tensor, edges: Edges, e: Tensor) -> tuple[Tensor, Tensor]:
+        I1 = self.ii_layer(self.pi_layer(P1, edges, e))
+        return self.pp_layer(of_atoms(I1, edges, len(P1))), I1
+
+
+class Mixed(nn.Module):
+    """Two square matrices, on the two factors of what `weighted` makes different."""
+
+    def __init__(self, size: int, make: Maker):
+        super().__init__()
+        self.wi, self.wj = Dense(size, size, make, bias=False), Dense(size, size, make, bias=False)
+
+
+class Equivariant(nn.Module):
+    """Vectors: I3 = (P3_j + n)·I1, P3' = (Σ_j I3)·W, and their squares; n is the unit vector of the pair.
+
+    weighted: P3_i·W_i + P3_j·W_j in the place of P3_j, (P3'·V_i)·(P3'·V_j) in that of P3'·P3'.
+    """
+
+    def __init__(self, size_in: int, config: Any, make: Maker):
+        super().__init__()
+        size = config.pp_nodes[-1]
+        self.pi_layer = Mixed(size_in, make) if config.weighted else None
+        self.pp_layer = FF(size, [size], "linear", make, bias=False)
+        self.dot_layer = Mixed(size, make) if config.weighted else None
+
+    def forward(self, P3: Tensor, I1: Tensor, n: Tensor, edges: Edges) -> tuple[Tensor, Tensor, Tensor]:
+        if self.pi_layer is None:
+            seen = P3.index_select(0, edges.j)
+        else:
+            of_i, of_j = self.pi_layer.wi(P3), self.pi_layer.wj(P3)
+            seen = of_i.index_select(0, edges.i) + of_j.index_select(0, edges.j)
+        I3 = (seen + n[:, :, None]) * I1[:, None, :]  # (E, 3, c)
+        new = self.pp_layer(of_atoms(I3, edges, len(P3)))
+        left, right = (new, new) if self.dot_layer is None else (self.dot_layer.wi(new), self.dot_layer.wj(new))
+        return new, I3, (left * right).sum(1)
+
+
+class Block2(nn.Module):
+    """A block of PiNet2: scalars P1 (N, c) and, from rank 3 on, vectors P3 (N, 3, c)."""
+
+    def __init__(self, size1: int, size3: int, config: Any, n_basis: int, make: Maker):
+        super().__init__()
+        self.vectors = config.rank >= 3
+        n_props = 2 if self.vectors else 1
+        *hidden, width = config.pp_nodes
+        self.invar_p1_layer = Invariant(size1, config, n_props, n_basis, make)
+        self.pp_layer = FF(width * n_props, [*hidden, config.ii_nodes[-1] * n_props], config.act, make)
+        self.equivar_p3_layer = Equivariant(size3, config, make) if self.vectors else None
+
+    def forward(self, P1: Tensor, P3: Tensor, edges: Edges, e: Tensor, n: Tensor) -> dict[str, Tensor]:
+        """The new properties p1, p3 of atoms and i1, i3 of pairs."""
+        p1, i1 = self.invar_p1_layer(P1, edges, e)
+        if self.equivar_p3_layer is None:
+            return {"p1": self.pp_layer(p1), "i1": i1}
+        p3, i3, dotted = self.equivar_p3_layer(P3, i1.chunk(2, dim=1)[1], n, edges)
+        p1, scale = self.pp_layer(torch.cat([p1, dotted], dim=1)).chunk(2, dim=1)
+        return {"p1": p1, "i1": i1, "p3": p3 * scale[:, None, :], "i3": i3, "dotted_p3": dotted}
+
+
+class PiNet2(nn.Module):
+    """PiNet with vectors beside the scalars. `out_extra`: further outputs by what they are read from.
+
+    Rank 1 has scalars only. Output layers of vectors have biases, as in PiNN, that begin with 0: see the docs.
+    """
+
+    def __init__(self, config: Any, n_types: int, make: Maker):
+        super().__init__()
+        self.basis, self.extra = basis_of(config), dict(config.out_extra)
+        width, vectors = config.ii_nodes[-1], config.rank >= 3
+        sizes = {"p1": width, "p3": width, "i3": width, "dotted_p3": width, "i1": width * (2 if vectors else 1)}
+        size1, size3, blocks, update1, update3 = n_types, 1, [], [], []
+        for _ in range(config.depth):
+            blocks.append(Block2(size1, size3, config, self.basis.size, make))
+            update1.append(Residual(size1, width, make))
+            update3.append(Residual(size3, width, make))
+            size1 = size3 = width
+        self.gc_blocks: list[Block2] = nn.ModuleList(blocks)  # type: ignore[assignment]
+        self.res_update1 = nn.ModuleList(update1)
+        self.res_update3 = nn.ModuleList(update3) if vectors else None
+        self.out_layers = nn.ModuleList(Out(width, config.out_nodes, 1, make) for _ in blocks)
+        for name, units in self.extra.items():
+            layers = nn.ModuleList(Out(sizes[name], config.out_nodes, units, make) for _ in blocks)
+            self.add_module(f"{name}_out_layers", layers)
+
+    def forward(self, P: Tensor, edges: Edges, r: Tensor) -> dict[str, Tensor]:
+        """{"out": (N,), "p3": (N, 3, units), "i1": (E, units), …}: `out` and those of out_extra."""
+        distance = torch.linalg.vector_norm(r, dim=1)
+        e, n = self.basis(distance).to(P.dtype), (r / distance[:, None]).to(P.dtype)
+        P1, P3 = P, P.new_zeros(len(P), 3, 1)
+        out: dict[str, Tensor] = {}
+        readers = {"out": self.out_layers, **{x: getattr(self, f"{x}_out_layers") for x in self.extra}}
+        for t, block in enumerate(self.gc_blocks):
+            new = block(P1, P3, edges, e, n)
+            for name, layers in readers.items():
+                value = layers[t](new["p1" if name == "out" else name])
+                out[name] = value if t == 0 else out[name] + value
+            P1 = self.res_update1[t](P1, new["p1"])
+            if self.res_update3 is not None:
+                P3 = self.res_update3[t](P3, new["p3"])
+        return {**out, "out": out["out"][:, 0]}
