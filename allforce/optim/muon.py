@@ -13,6 +13,9 @@ which the step before leaves them (`COEFFICIENTS`). Singular values above FLOOR 
 smaller ones are raised in proportion. All of it in float32 whatever the model's precision, for it is a direction: the
 Gram matrix has rounding errors of 1e-7 of its largest eigenvalue, small beside FLOOR².
 
+A matrix without gradient (the net of a type that the batch has not) stays where it is, and its momentum with it: U
+knows no size, and would go on at full length.
+
 With `zero_stage: 1` every worker keeps and updates its share of the matrices, and the new parameters are gathered.
 """
 
@@ -74,6 +77,7 @@ class Matrices:
         counts = [values[n].numel() // prod(shape) for n in names]
         self.momentum = torch.zeros(sum(counts), *shape, dtype=torch.float32, device=device)  # (k, m, n)
         self.ahead = torch.empty_like(self.momentum)  # X, of the last step
+        self.used = self.momentum.new_ones(len(self.momentum), 1, 1)
         self.views = dict(zip(names, self.momentum.split(counts), strict=True))
         self._places = list(self.ahead.split(counts))
         self._gradients = [gradients[n].view(-1, *shape) for n in names]
@@ -83,13 +87,14 @@ class Matrices:
     def gram(self, beta: float) -> Tensor:
         """Take the gradient into the momentum; Gram matrices of its short side, (k, s, s)."""
         torch._foreach_copy_(self._places, self._gradients)
-        self.momentum.lerp_(self.ahead, 1 - beta)
+        self.used = self.ahead.flatten(1).any(1).view(-1, 1, 1).float()  # (k, 1, 1)
+        self.momentum.lerp_(self.ahead, (1 - beta) * self.used)
         X = self.ahead.lerp_(self.momentum, beta)
         return product(X.mT, X) if self.tall else product(X, X.mT)
 
     def move(self, root: Tensor, rate: float, weight_decay: float) -> None:
         """Along U = X R^(-1/2)."""
-        root = root * self.scale
+        root = root * (self.scale * self.used)
         U = product(self.ahead, root) if self.tall else product(root, self.ahead)  # (k, m, n)
         if weight_decay:
             torch._foreach_mul_(self._values, 1 - rate * weight_decay)

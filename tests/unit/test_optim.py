@@ -106,6 +106,19 @@ def test_zero_gradient_moves_nothing():
     assert (torch.zeros(1, 4, 3) @ muon.inverse_root(torch.zeros(1, 3, 3)) == 0).all()
 
 
+def test_a_matrix_without_gradient_waits():
+    """The net of a type that a batch has not: as if the step had not been."""
+    torch.manual_seed(4)
+    p, config = torch.randn(2, 6, 4), muon.HybridMuonConfig(weight_decay=0.0)
+    both, alone = make(config, *p), make(config, p[1])
+    for k in range(6):
+        g, present = torch.randn(2, 6, 4), k % 3 == 0
+        step(both, 0.01, g[0], g[1] * present)
+        if present:
+            step(alone, 0.01, g[1])
+        assert torch.equal(both.parameters.flat[0][24:], alone.parameters.flat[0])
+
+
 def test_update_turns_with_the_layer():
     """Gradients seen in a turned basis give the turned update."""
     torch.manual_seed(1)
