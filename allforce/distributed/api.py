@@ -55,25 +55,29 @@ _team: Team | None = None
 def init(engine: str = "auto") -> None:
     """Join the workers that the launcher started, pin this one's GPU, share out the cores. A second call does nothing.
 
-    From here on an exception of one worker ends all of them, and the exit of the program closes the connection.
+    From here on an exception of one worker ends all of them, a UserError is shown without a traceback, and the exit of
+    the program closes the connection.
     """
     global _team
     if _team is not None:
         return
+    sys.excepthook = _give_up
     world = detect()
     own, _ = devices.setup(world)
     comm = connect(world, engine, own)
     if os.environ.get("ALLFORCE_COMM_PROFILE", "0") != "0":
         comm = CountedComm(comm, exact=True)
     _team = Team(world, comm, own)
-    if comm.size > 1:
-        sys.excepthook = _give_up
-        atexit.register(shutdown)
+    sys.excepthook = _give_up  # torch has put its own in the way
+    atexit.register(shutdown)
 
 
 def shutdown() -> None:
     """Leave the workers; all of them call it. Done at the exit of the program, too."""
     global _team
+    atexit.unregister(shutdown)
+    if sys.excepthook is _give_up:
+        sys.excepthook = sys.__excepthook__
     team, _team = _team, None
     if team is not None:
         if isinstance(team.comm, CountedComm):

@@ -74,7 +74,16 @@ def read_tree(path: str | Path) -> Any:
             tensors = [file.get_tensor(str(n)) for n in range(len(file.keys()))]
         if header is not None:
             return unpack(json.loads(header)["tree"], tensors)
-    except (SafetensorError, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+    except (
+        SafetensorError,
+        OSError,
+        ValueError,
+        KeyError,
+        IndexError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         raise UserError(
             f"{path}: cannot be read as a file of allforce.distributed.save ({error}). It is damaged, missing or"
             " something else: give another one"
