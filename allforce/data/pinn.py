@@ -19,7 +19,7 @@ import numpy as np
 
 from allforce.data.discover import open_place
 from allforce.data.mimic import MimicFiles, MimicSystem, check_lengths
-from allforce.data.system import System
+from allforce.data.system import Part, System
 from allforce.distributed.comm import partition
 from allforce.distributed.launch import detect
 from allforce.errors import UserError
@@ -149,7 +149,7 @@ class Dataset:
         places: dict[int, list[int]] = {}
         for i, k in sorted(self.frames):
             places.setdefault(i, []).append(k)
-        return [Selection(self.whole[i], frames) for i, frames in places.items()]
+        return [Part(self.whole[i], frames) for i, frames in places.items()]
 
     def apply(self, function: Callable[[Dataset], Dataset]) -> Dataset:
         return function(self)
@@ -163,24 +163,3 @@ class Dataset:
 def sparse_batch(batch_size: int) -> Callable[[Dataset], Dataset]:
     """For Dataset.apply: so many frames in a batch."""
     return lambda dataset: replace(dataset, batch_size=batch_size)
-
-
-class Selection(System):
-    """Some frames of a system."""
-
-    def __init__(self, whole: System, frames: list[int]):
-        self.whole, self.frames, self.nframes = whole, frames, len(frames)
-        self.name, self.natoms, self.periodic, self.mixed = whole.name, whole.natoms, whole.periodic, whole.mixed
-        self.types, self.type_names, self.numbered = whole.types, whole.type_names, whole.numbered
-        self.label_names, self.fparam_width, self.aparam_width = (
-            whole.label_names,
-            whole.fparam_width,
-            whole.aparam_width,
-        )
-
-    def use_type_map(self, type_map: list[str]) -> None:
-        super().use_type_map(type_map)
-        self.whole.use_type_map(type_map)
-
-    def frame(self, k: int):
-        return self.whole.frame(self.frames[k])

@@ -7,6 +7,7 @@ sees nothing but this class.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -84,9 +85,9 @@ class System(ABC):
 class Part(System):
     """Some frames of another system."""
 
-    def __init__(self, whole: System, frames: range):
+    def __init__(self, whole: System, frames: Sequence[int]):
         self.whole, self.frames = whole, frames
-        self.name = f"{whole.name}@{frames.start}:{frames.stop}"
+        self.name = f"{whole.name}@{frames.start}:{frames.stop}" if isinstance(frames, range) else whole.name
         self.natoms, self.nframes, self.periodic, self.mixed = (
             whole.natoms,
             len(self.frames),
