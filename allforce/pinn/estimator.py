@@ -111,6 +111,7 @@ class Estimator:
         self.params = params
         self.model_dir = Path(params.get("model_dir") or "PiNN_model")
         self.input = self._input()
+        self.trained: tuple[Model, int] | None = None  # by this process, and its steps: on all workers the same
 
     def _input(self, batch: int = 1, steps: int = 1000000, sharding: str = "global", held_out: bool = False) -> Input:
         """The input of a run with data that are given later."""
@@ -133,8 +134,16 @@ class Estimator:
         found = checkpoint.numbered(self.model_dir / self.input.training.save_ckpt)
         return max(found)[1] if found else None
 
+    @property
+    def global_step(self) -> int:
+        if self.trained is not None:
+            return self.trained[1]
+        return int(checkpoint.read(self.latest).meta["step"]) if self.latest else 0
+
     def load(self) -> Model:
-        """The model as it was saved last, or untrained."""
+        """The model as it was trained here or saved last, or untrained."""
+        if self.trained is not None:
+            return self.trained[0]
         return load_model(self.latest) if self.latest else MODELS[self.input.model.type](self.input.model)
 
     def train(self, input_fn: Data, max_steps: int = 1000000, eval_fn: Data | None = None) -> Estimator:
@@ -160,7 +169,8 @@ class Estimator:
             self._write_params()
         restart = here.comm.gather(str(self.latest) if self.latest else None)[0]
         options = Options("params", str(self.model_dir / "out.json"), restart=restart)
-        run(input, options, *here, data=given)
+        job = run(input, options, *here, data=given)
+        self.trained = job.state.model, job.state.step
 
     def _sharding(self, systems: list[System], comm: Comm) -> str:
         """Whether the workers have equal data, or each its own share as distribute_data gives it."""
@@ -187,8 +197,7 @@ class Estimator:
             with torch.no_grad():
                 prediction = evaluator.model(batch, metrics.wanted(evaluator.model.outputs))
                 metrics.add(prediction, batch)
-        step = checkpoint.read(self.latest).meta.get("step", 0) if self.latest else 0
-        return {**metrics.result(comm), "global_step": float(step)}
+        return {**metrics.result(comm), "global_step": float(self.global_step)}
 
     def _batches(self, evaluator: Evaluator, dataset: Dataset, steps: int | None) -> Iterator[Batch]:
         prepare = Preparation(evaluator.needs)
