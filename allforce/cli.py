@@ -125,6 +125,18 @@ def eval_desc(args: Namespace) -> None:
     eval_desc(args.model, args.system, args.datafile, args.output, args.dtype)
 
 
+def lammps(args: Namespace) -> None:
+    from allforce.infer.lammps import run_script
+
+    run_script(args.model, args.script, args.var or [], args.lammps_log)
+
+
+def ipi(args: Namespace) -> None:
+    from allforce.infer.ipi import serve_forces
+
+    serve_forces(args.model, args.structure, args.unix, args.address, args.allow_remote)
+
+
 def change_bias(args: Namespace) -> None:
     from allforce.infer.bias import change_bias
 
@@ -170,6 +182,8 @@ def parser() -> ArgumentParser:
         _change_bias,
         _doc,
         _scaling_test,
+        _lammps,
+        _ipi,
         _plot,
         _report,
     ):
@@ -344,6 +358,23 @@ def _scaling_test(commands) -> None:
         "--strong", action="store_true", help="deal batch_size out to the workers, instead of so much for each"
     )
     p.add_argument("-o", "--output", default="scaling.png", help="picture; needs matplotlib")
+
+
+def _lammps(commands) -> None:
+    p = _command(commands, "lammps", lammps, "run an input script of LAMMPS that says `pair_style allforce`")
+    p.add_argument("-m", "--model", default="frozen_model", help="model file or checkpoint")
+    p.add_argument("-in", dest="script", required=True, metavar="SCRIPT", help="input script of LAMMPS")
+    p.add_argument("-var", nargs="+", action="append", metavar="NAME VALUE", help="variable of the script")
+    p.add_argument("--lammps-log", default="log.lammps", metavar="FILE", help="LAMMPS's own log")
+
+
+def _ipi(commands) -> None:
+    p = _command(commands, "ipi", ipi, "compute forces for a waiting i-PI")
+    p.add_argument("-m", "--model", default="frozen_model", help="model file or checkpoint")
+    p.add_argument("-s", "--structure", required=True, help="file (of any kind that ASE reads) with the atoms in order")
+    p.add_argument("--unix", metavar="NAME", help="unix socket /tmp/ipi_NAME")
+    p.add_argument("--address", metavar="HOST:PORT", help="address of a socket on this machine")
+    p.add_argument("--allow-remote", action="store_true", help="let --address be on another machine")
 
 
 def _plot(commands) -> None:

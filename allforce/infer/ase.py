@@ -3,9 +3,7 @@
     from allforce.infer.ase import DP
     atoms.calc = DP("model.dp")
 
-Between steps of a simulation the neighbour list is kept: it is built at rcut + skin, and as long as no atom has moved
-more than skin/2 and the cell is the same, no pair within rcut is missing from it. Each step recomputes the edge vectors
-and leaves out those beyond rcut.
+Between steps of a simulation the neighbour list is kept as long as it serves (skin.py).
 """
 
 from __future__ import annotations
@@ -17,16 +15,14 @@ from typing import Any
 import numpy as np
 from ase import Atoms
 from ase.calculators.calculator import Calculator, all_changes
-from ase.geometry import complete_cell
 
 from allforce.data.batch import Frame
-from allforce.data.loader import collate
 from allforce.errors import UserError
 from allforce.files.model_file import load_model
 from allforce.infer.evaluate import AnyModel, Evaluator
 from allforce.infer.predict import DeepPot
+from allforce.infer.skin import Steps
 from allforce.models import Model
-from allforce.neighbors import neighbor_list
 
 VOIGT = [0, 4, 8, 5, 2, 1]  # xx yy zz yz xz xy of a row-major 3 × 3
 
@@ -58,10 +54,8 @@ class DP(Calculator):
         self.implemented_properties = [*energy, *(name for name in ("dipole", "charges") if name in outputs)]
         names = self.dp.get_type_map()
         self.type_dict = dict(type_dict) if type_dict else {name: t for t, name in enumerate(names)}
-        self.skin = skin
-        self.rebuilds = 0  # neighbour lists built so far
+        self.steps = Steps(self.dp, skin)
         self._virial = False  # asked for once, it is computed with everything else from then on
-        self._list: _SkinList | None = None
 
     def calculate(
         self, atoms: Atoms | None = None, properties: Any = ("energy",), system_changes: Any = all_changes
@@ -69,11 +63,7 @@ class DP(Calculator):
         super().calculate(atoms, properties, system_changes)
         atoms = self.atoms
         frame = self._frame(atoms)
-        if self._list is None or not self._list.covers(frame, atoms.pbc):
-            self._list = _SkinList(frame, atoms.pbc, self.dp.get_rcut(), self.skin)
-            self.rebuilds += 1
-        i, j, r = self.dp.preparation.limited(*self._list.pairs(frame.coord), frame.type, "the structure")
-        batch = collate([frame], [(i, j, r)], self.dp.get_ntypes()).to(self.dp.device)
+        batch = self.steps.batch(frame, atoms.pbc)
         self._virial = self._virial or "stress" in properties or "virial" in properties
         wanted = ["energy", "forces", "atomic energy", "dipole", "charges", *(["virial"] if self._virial else [])]
         (result,) = self.dp.results(batch, [frame], [name for name in wanted if name in self.dp.model.outputs])
@@ -111,40 +101,3 @@ class DP(Calculator):
 def evaluator_of(model: str | Path | Model, table: str) -> Evaluator:
     model = model if isinstance(model, Model) else load_model(model)
     return DeepPot(model, table) if "energy" in model.outputs else AnyModel(model, table)
-
-
-class _SkinList:
-    """Pairs (i, j) within rcut + skin and their lattice shifts, for positions near those it was built from."""
-
-    def __init__(self, frame: Frame, pbc: np.ndarray, rcut: float, skin: float):
-        self.coord, self.cell, self.type, self.pbc = frame.coord.copy(), frame.cell, frame.type, pbc.copy()
-        self.rcut, self.skin = rcut, skin
-        self.i, self.j, r = neighbor_list(frame.coord, _search_cell(frame, pbc, rcut + skin), rcut + skin)
-        self.shift = r - (frame.coord[self.j] - frame.coord[self.i])  # (E, 3) S·H
-
-    def covers(self, frame: Frame, pbc: np.ndarray) -> bool:
-        """Whether no pair within rcut can be missing."""
-        same_cell = self.cell is frame.cell or (
-            self.cell is not None and frame.cell is not None and np.array_equal(self.cell, frame.cell)
-        )
-        if not same_cell or not np.array_equal(self.type, frame.type) or not np.array_equal(self.pbc, pbc):
-            return False
-        moved = frame.coord - self.coord
-        return bool(np.einsum("na,na->n", moved, moved).max(initial=0.0) <= (0.5 * self.skin) ** 2)
-
-    def pairs(self, coord: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        r = coord[self.j] - coord[self.i] + self.shift
-        keep = np.flatnonzero(np.einsum("ea,ea->e", r, r) <= self.rcut**2)
-        return self.i[keep], self.j[keep], r[keep]
-
-
-def _search_cell(frame: Frame, pbc: np.ndarray, reach: float) -> np.ndarray | None:
-    """The cell to look for neighbours in; a direction that is not periodic gets a vector longer than anyone sees."""
-    if frame.cell is None or pbc.all():
-        return frame.cell
-    cell = np.where(pbc[:, None], frame.cell, 0.0)
-    full = complete_cell(cell)  # unit vectors, normal to the periodic ones, where there was none
-    height = frame.coord @ np.linalg.inv(full)  # (n, 3)
-    extent = np.ptp(height, axis=0)
-    full[~pbc] *= (extent + reach + 1.0)[~pbc, None]
-    return full

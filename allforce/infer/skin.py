@@ -1,0 +1,96 @@
+"""Neighbours between the steps of a simulation: a list with a skin, kept as long as no pair within rcut can be missing.
+
+The list holds the pairs within rcut + skin of a reference structure. Let the cell since have gone from H₀ to H, with
+F = H₀⁻¹H, and let atoms have moved by at most d from where F alone would have put them. A pair that is not in the list
+is now at least σ_min(F)·(rcut + skin) − 2d apart, so the list serves while that is not less than rcut.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from ase.geometry import complete_cell
+
+from allforce.data.batch import Batch, Frame
+from allforce.data.loader import collate
+from allforce.infer.evaluate import Evaluator
+from allforce.neighbors import TOUCHING, check_distances, neighbor_list
+
+PERIODIC = np.array([True, True, True])
+
+
+class SkinList:
+    """Pairs (i, j) of a frame sorted by type and their lattice shifts, for structures near the one it was made of."""
+
+    def __init__(self, frame: Frame, pbc: np.ndarray, rcut: float, skin: float):
+        self.frame, self.pbc, self.rcut, self.reach = frame, pbc.copy(), rcut, rcut + skin
+        cell = search_cell(frame, pbc, self.reach)
+        self.i, self.j, r = neighbor_list(frame.coord, cell, self.reach)
+        shift = r - (frame.coord[self.j] - frame.coord[self.i])
+        self.shift = np.zeros_like(shift) if cell is None else np.rint(shift @ np.linalg.inv(cell))  # (E, 3) integers
+        self.inverse = None if frame.cell is None or not pbc.all() else np.linalg.inv(frame.cell)
+
+    def moved(self, frame: Frame, pbc: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """Displacements (n, 3), whole lattice vectors left out, and F; None where the list does not serve at all."""
+        old = self.frame
+        if not np.array_equal(old.type, frame.type) or not np.array_equal(self.pbc, pbc):
+            return None
+        if self.inverse is None or frame.cell is None:  # not periodic everywhere: the cell must be the same
+            same = old.cell is frame.cell or (
+                old.cell is not None and frame.cell is not None and np.array_equal(old.cell, frame.cell)
+            )
+            return (frame.coord - old.coord, np.eye(3)) if same else None
+        F = self.inverse @ frame.cell
+        moved = frame.coord - old.coord @ F
+        return moved - np.rint(moved @ np.linalg.inv(frame.cell)) @ frame.cell, F
+
+    def pairs(self, frame: Frame, pbc: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+        """The pairs of the frame within rcut, None when one could be missing from the list."""
+        found = self.moved(frame, pbc)
+        if found is None:
+            return None
+        moved, F = found
+        farthest = np.sqrt(np.einsum("na,na->n", moved, moved).max(initial=0.0))
+        stretch = 1.0 if np.array_equal(F, np.eye(3)) else np.linalg.svd(F, compute_uv=False)[-1]
+        if stretch * self.reach - 2 * farthest < self.rcut:
+            return None
+        coord = self.frame.coord @ F + moved
+        r = coord[self.j] - coord[self.i]
+        if frame.cell is not None:
+            r += self.shift @ frame.cell
+        square = np.einsum("ea,ea->e", r, r)
+        if square.min(initial=np.inf) < TOUCHING**2:
+            check_distances(self.i, self.j, r, "the structure", frame.order)
+        keep = np.flatnonzero(square <= self.rcut**2)
+        return self.i[keep], self.j[keep], r[keep]
+
+
+class Steps:
+    """Batches of the frames of a simulation, one after the other, with as few neighbour lists as possible."""
+
+    def __init__(self, evaluator: Evaluator, skin: float = 1.0):
+        self.evaluator, self.skin = evaluator, skin
+        self.rebuilds = 0  # neighbour lists built so far
+        self._list: SkinList | None = None
+
+    def batch(self, frame: Frame, pbc: np.ndarray = PERIODIC) -> Batch:
+        frame = frame.by_type()
+        pairs = None if self._list is None else self._list.pairs(frame, pbc)
+        if pairs is None:
+            self._list = SkinList(frame, pbc, self.evaluator.get_rcut(), self.skin)
+            self.rebuilds += 1
+            pairs = self._list.pairs(frame, pbc)
+            assert pairs is not None, "a new list serves the frame that it was made of"
+        limited = self.evaluator.preparation.limited(*pairs, frame.type, "the structure")
+        return collate([frame], [limited], self.evaluator.get_ntypes()).to(self.evaluator.device)
+
+
+def search_cell(frame: Frame, pbc: np.ndarray, reach: float) -> np.ndarray | None:
+    """The cell to look for neighbours in; a direction that is not periodic gets a vector longer than anyone sees."""
+    if frame.cell is None or pbc.all():
+        return frame.cell
+    cell = np.where(pbc[:, None], frame.cell, 0.0)
+    full = complete_cell(cell)  # unit vectors, normal to the periodic ones, where there was none
+    height = frame.coord @ np.linalg.inv(full)  # (n, 3)
+    extent = np.ptp(height, axis=0)
+    full[~pbc] *= (extent + reach + 1.0)[~pbc, None]
+    return full
