@@ -256,7 +256,7 @@ def test_the_page(model, tmp_path):
     shutil.copy(model, tmp_path / "model.dp")
     (script,) = re.findall(r"^```text\n(.*?)^```", page, re.S | re.M)
     (tmp_path / "in.lammps").write_text(script)
-    commands = [line for line in re.findall(r"^dp (lammps .*)$", page, re.M)]
+    commands = re.findall(r"^dp (lammps .*)$", page, re.M)
     assert len(commands) == 2
     for command in commands:
         dp(*command.split(), folder=tmp_path)
