@@ -292,6 +292,9 @@ class Training(Section):
         ge=0,
         own=True,
     )
+    distributed_timeout: float = key(
+        30.0, "Seconds without a sign of life after which a worker is given up and all others end.", ge=2, own=True
+    )
     gradient_precision: Literal["float32", "bfloat16"] | None = key(
         None, "Precision of the gradients between workers; that of the parameters when left out.", own=True
     )

@@ -11,6 +11,10 @@ import torch
 from torch import Tensor
 
 
+class LostContact(Exception):
+    """The engine lost a worker. Which one, the watch knows."""
+
+
 class Work(Protocol):
     """A collective under way."""
 
@@ -43,18 +47,15 @@ class OwnMemory:
         return torch.zeros(count, dtype=dtype, device=device)
 
 
-def wait_until(done: Callable[[], bool], look: Callable[[], None] | None = None) -> None:
+def wait_until(done: Callable[[], bool]) -> None:
     """Wait, the first 0.3 ms busily, then with short sleeps: a core that spins is one that a rank waited for, or this
-    rank's own loader, may need. The sleeps stay below a twentieth of the time waited. `look` is called every second.
+    rank's own loader, may need. The sleeps stay below a twentieth of the time waited. The watch looks for the dead.
     """
-    start = looked = time.perf_counter()
+    start = time.perf_counter()
     while not done():
-        now = time.perf_counter()
-        if now - start > 3e-4:
-            time.sleep(min(2e-4, (now - start) / 20))
-        if look is not None and now - looked > 1.0:
-            looked = now
-            look()
+        waited = time.perf_counter() - start
+        if waited > 3e-4:
+            time.sleep(min(2e-4, waited / 20))
 
 
 @contextmanager

@@ -16,9 +16,11 @@ from .horovod_comm import HorovodComm
 from .launch import World
 from .mpi_comm import LAUNCHERS as MPI_LAUNCHERS
 from .mpi_comm import MpiComm, NoMpi, load_mpi
+from .profile import CountedComm
 from .rendezvous import no_contact, time_limit
 from .shared import ORDERED, HostComm
 from .torch_comm import TorchComm
+from .watch import Watch
 
 
 def connect(world: World, engine: str = "auto", device: torch.device | str = "cpu") -> Comm:
@@ -36,6 +38,14 @@ def connect(world: World, engine: str = "auto", device: torch.device | str = "cp
     comm = START[choose(world, device) if engine == "auto" else engine](world, device, limit)
     check(world, comm, device)
     return HostComm(comm) if shares_memory(world, comm, device) else comm
+
+
+def join(world: World, engine: str = "auto", device: torch.device | str = "cpu", exact: bool = False) -> CountedComm:
+    """connect, with the collectives counted and all workers watched."""
+    comm = CountedComm(connect(world, engine, device), exact)
+    if comm.size > 1:
+        comm.watch = Watch(comm, world)
+    return comm
 
 
 def shares_memory(world: World, comm: Comm, device: torch.device) -> bool:

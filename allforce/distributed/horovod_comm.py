@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .comm import Comm, Done, OwnMemory, Work
+from .comm import Comm, Done, LostContact, OwnMemory, Work
 from .launch import World
 from .rendezvous import no_contact
 from .torch_comm import TorchComm
@@ -97,6 +97,9 @@ class HorovodWork:
         self.hvd, self.handle, self.target, self.wire = hvd, handle, target, wire
 
     def wait(self) -> None:
-        self.hvd.synchronize(self.handle)
+        try:
+            self.hvd.synchronize(self.handle)
+        except RuntimeError as error:  # HorovodInternalError
+            raise LostContact(f"Horovod lost contact ({str(error).splitlines()[0]})") from error
         if self.wire.dtype != self.target.dtype:
             self.target.copy_(self.wire)

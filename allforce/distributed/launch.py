@@ -99,6 +99,7 @@ class World:
     launcher_pid: int = 0  # the nearest ancestor that is not itself a rank
     mpi_library: str = ""  # libmpi of the mpirun that started us, where it tells
     local_assumed: bool = False  # the launcher gave no local rank: all ranks are taken to be on one host
+    cleanup: list[Path] = field(default_factory=list)  # what led the workers to each other
     note: str = ""  # something the user should know, for the log
 
     @property

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .comm import Comm, Done, OwnMemory, Work, placed, wait_until
 from .launch import World, scrubbed
-from .rendezvous import call_the_roll, latecomers, no_contact, open_store
+from .rendezvous import call_the_roll, no_contact, open_store
 
 HALVES = (torch.bfloat16, torch.float16)  # MPI does not know them: sent as 16 bits, added by torch
 LAUNCHERS = ("openmpi", "mvapich2", "hydra", "pals", "jsrun", "flux", "pmi")  # those that wire up MPI by themselves
@@ -130,9 +130,8 @@ def initialise(MPI: Any, world: World, limit: float) -> None:
     if world.meeting == "local":
         store, host = open_store(world, limit)
         call_the_roll(world, store, {}, limit)
-    patience = latecomers(limit)
-    words = no_contact(world, f"MPI did not start within {patience:g} s; a worker may have died at its start.")
-    with watchdog(patience, str(words)):
+    words = no_contact(world, f"MPI did not start within {limit:g} s; a worker may have died at its start.")
+    with watchdog(limit, str(words)):
         MPI.Init_thread(MPI.THREAD_SERIALIZED)
     del store
 

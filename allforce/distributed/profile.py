@@ -10,14 +10,17 @@ from __future__ import annotations
 import json
 from array import array
 from dataclasses import dataclass, field
-from time import perf_counter
-from typing import Any
+from time import monotonic, perf_counter
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..trace import COMMUNICATION, TRANSFER, WAITING, phase
 from .comm import Comm, Work
+
+if TYPE_CHECKING:
+    from .watch import Watch
 
 ALL_REDUCE, BROADCAST, GATHER, BARRIER = "MPI_Allreduce", "MPI_Bcast", "MPI_Allgather", "MPI_Barrier"
 ROUNDS = 8  # of the comparison of clocks
@@ -75,6 +78,8 @@ class CountedComm:
         self.record = Record() if record is None else record
         self.begun = perf_counter()
         self.origin = self.begun  # when rank 0 began, by the clock of this rank
+        self.calls, self.inside, self.since = 0, False, monotonic()  # for the watch: where this worker is
+        self.watch: Watch | None = None
         self.offset, self.one_clock = 0.0, True
         self._came, self._begin, self._end = array("d"), array("d"), array("d")  # of the calls since settle()
         if comm.size > 1 and not self.part:
@@ -115,9 +120,13 @@ class CountedComm:
         return CountedComm(self.comm.split(color), self.exact, self.record)
 
     def abort(self, code: int = 1) -> None:
+        if self.watch is not None:
+            self.watch.stop_all(code)
         self.comm.abort(code)
 
     def close(self) -> None:
+        if self.watch is not None:
+            self.watch.close()
         self.comm.close()
 
     # ---- waiting
@@ -179,16 +188,19 @@ class Call:
         self.device = what.device if comm.exact and isinstance(what, Tensor) and what.is_cuda else None
         self._synchronize()
         self.came, self.place = perf_counter(), comm.came()
+        comm.calls += 1
         self.begun_for = 0.0
         self.work: Work | None = None
 
     def __enter__(self) -> None:
         self.phase.__enter__()
+        self.comm.inside, self.comm.since = True, monotonic()
         self.begun = perf_counter()
 
     def __exit__(self, *error: Any) -> None:
         self._synchronize()
         end = perf_counter()
+        self.comm.inside, self.comm.since = False, monotonic()
         self.phase.__exit__(*error)
         self.comm.blocked(self.place, self.begun, end)
         self.comm.record.add(self.routine, self.bytes, end - self.begun + self.begun_for)

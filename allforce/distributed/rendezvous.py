@@ -31,8 +31,6 @@ from ..errors import UserError
 from .launch import World
 from .network import LOOPBACK, is_loopback, outward_address
 
-LATECOMERS = 25.0  # seconds: a rank still missing so long after the store was found has died at its start
-
 REMEDIES = {
     "slurm": "export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1) MASTER_PORT=29500",
     "openmpi": "mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 …",
@@ -64,17 +62,12 @@ def no_contact(world: World, why: str) -> UserError:
     )
 
 
-def latecomers(limit: float) -> float:
-    """Seconds after which a rank that others of its host or store wait for has died; a longer limit is respected."""
-    return min(limit, LATECOMERS) if limit <= 60.0 else limit
-
-
 def open_store(world: World, limit: float, announce: Announce | None = None) -> tuple[dist.Store, str]:
     """The store of this job, and the address at which this rank reached it ("" where it is its own).
 
     `announce` (MPI) is used when nothing else leads to rank 0.
     """
-    deadline = time.monotonic() + (latecomers(limit) if world.meeting == "local" else limit)
+    deadline = time.monotonic() + limit
     kind, _, place = world.meeting.partition("://")
     store: dist.Store
     if kind == "fd":
@@ -206,6 +199,7 @@ def _file_announce(world: World) -> Callable[[Any, float], Any]:
             part = path.with_suffix(f".{os.getpid()}")
             part.write_text(json.dumps(record))
             part.replace(path)
+            world.cleanup.append(path)
             atexit.register(path.unlink, missing_ok=True)
             return record
         try:
@@ -248,11 +242,17 @@ def call_the_roll(world: World, store: dist.Store, entry: dict[str, Any], limit:
         )
     store.set(f"roll/{world.rank}", json.dumps(entry | {"size": world.size}))
     keys = [f"roll/{rank}" for rank in range(world.size)]
-    deadline = time.monotonic() + latecomers(limit)
+    deadline = time.monotonic() + limit
     while not store.check(keys):
         if time.monotonic() > deadline:
             missing = [rank for rank in range(world.size) if not store.check([keys[rank]])]
             names = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
-            raise no_contact(world, f"rank {names} did not appear; it may have died at its start (see its output).")
+            raise UserError(
+                f"{world.started_by} started this process as rank {world.rank} of {world.size}, but rank {names} did"
+                f" not appear within {limit:g} s: it has died at its start, and its own output says why, or it starts"
+                f" later than that: ALLFORCE_TIMEOUT={max(300, 2 * limit):.0f}."
+            )
         time.sleep(0.05)
+    for path in world.cleanup:  # all have come: nobody needs the record any more
+        path.unlink(missing_ok=True)
     return [json.loads(store.get(key)) for key in keys]

@@ -14,18 +14,14 @@ import mmap
 import os
 import platform
 import secrets
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import UserError
 from .comm import Comm, Work, wait_until
-from .torch_comm import alive
 
 ORDERED = platform.machine().lower() in ("x86_64", "amd64", "i686")  # stores are seen in the order they were made
-FOLDER = Path("/dev/shm")  # a file system in memory; only Linux has it
 LINE = 64  # bytes of a cache line: counters and buffers of two workers never share one
 
 
@@ -78,8 +74,8 @@ class HostComm:
 class Block:
     """Shared memory: one counter for each worker, then one buffer for each worker."""
 
-    def __init__(self, memory: mmap.mmap, rank: int, size: int, count: int, dtype: torch.dtype, pids: list[int]):
-        self.rank, self.pids, self.turn = rank, pids, 0
+    def __init__(self, memory: mmap.mmap, rank: int, size: int, count: int, dtype: torch.dtype):
+        self.rank, self.turn = rank, 0
         self.counters = torch.frombuffer(memory, dtype=torch.int64, count=size * LINE // 8).view(size, -1)[:, 0].numpy()
         place = [size * LINE + k * padded(count, dtype) for k in range(size)]
         self.buffers = [torch.frombuffer(memory, dtype=dtype, count=count, offset=p) for p in place]
@@ -90,19 +86,15 @@ class Block:
     def open(cls, comm: Comm, count: int, dtype: torch.dtype) -> Block | None:
         """None on every worker when one of them cannot have it: no such memory, too little of it, another container."""
         length = comm.size * (LINE + padded(count, dtype))
-        name = comm.gather(secrets.token_hex(16))[0]
-        path, memory = FOLDER / f"allforce-{name}", None
-        if comm.rank == 0:
-            memory = reserve(path, length)
-        comm.barrier()
-        if comm.rank > 0:
-            memory = attach(path, length)
-        entries = comm.gather([memory is not None, os.getpid()])
-        if comm.rank == 0:
-            path.unlink(missing_ok=True)  # the memory lives as long as somebody has it mapped
-        if memory is None or not all(there for there, _ in entries):
-            return None
-        return cls(memory, comm.rank, comm.size, count, dtype, [pid for _, pid in entries])
+        name = f"allforce-{secrets.token_hex(16)}"
+        file, memory = reserve(name, length) if comm.rank == 0 else (None, None)
+        pid, number, name = comm.gather([os.getpid(), file, name])[0]
+        if comm.rank > 0 and number is not None:
+            memory = attach(f"/proc/{pid}/fd/{number}", name, length)
+        there = comm.gather(memory is not None)
+        if file is not None:
+            os.close(file)  # the memory lives as long as somebody has it mapped
+        return cls(memory, comm.rank, comm.size, count, dtype) if memory is not None and all(there) else None
 
     def arrive(self) -> None:
         self.turn += 1
@@ -120,15 +112,7 @@ class Block:
         self._all_there()
 
     def _all_there(self) -> None:
-        wait_until(lambda: bool((self.counters >= self.turn).all()), self._look_for_the_dead)
-
-    def _look_for_the_dead(self) -> None:
-        for rank, pid in enumerate(self.pids):
-            if self.counters[rank] < self.turn and not alive(pid):
-                raise UserError(
-                    f"rank {self.rank} waits for the gradient of rank {rank} (process {pid}), which has ended. Its own"
-                    " output says why."
-                )
+        wait_until(lambda: bool((self.counters >= self.turn).all()))
 
 
 def padded(count: int, dtype: torch.dtype) -> int:
@@ -136,21 +120,25 @@ def padded(count: int, dtype: torch.dtype) -> int:
     return -(-count * dtype.itemsize // LINE) * LINE
 
 
-def reserve(path: Path, length: int) -> mmap.mmap | None:
+def reserve(name: str, length: int) -> tuple[int | None, mmap.mmap | None]:
+    """A file without a place in any folder: nothing stays behind, whoever dies."""
+    if not hasattr(os, "memfd_create"):
+        return None, None
+    file = os.memfd_create(name)
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            os.posix_fallocate(file, 0, length)  # fails now where writing would later end the process
-            return mmap.mmap(file, length)
-        finally:
-            os.close(file)
+        os.posix_fallocate(file, 0, length)  # fails now where writing would later end the process
+        return file, mmap.mmap(file, length)
     except OSError:
-        return None
+        os.close(file)
+        return None, None
 
 
-def attach(path: Path, length: int) -> mmap.mmap | None:
+def attach(path: str, name: str, length: int) -> mmap.mmap | None:
+    """The memory of another worker, through the descriptor that it has of it."""
     try:
-        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        if os.readlink(path) != f"/memfd:{name} (deleted)":
+            return None  # in another container the same number is another process
+        file = os.open(path, os.O_RDWR)
         try:
             return mmap.mmap(file, length)
         finally:

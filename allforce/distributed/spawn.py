@@ -28,6 +28,8 @@ LINE = "ALLFORCE_LINE_FD"
 GRACE = 2.0  # seconds that the others have to end by themselves when one has failed
 LOOK = 0.05  # seconds between two looks at the workers
 LONGEST = 60_000  # characters of a report: what a socket takes without a reader
+LOST = 75  # exit code: a worker died or hangs, nobody's mistake, try again (EX_TEMPFAIL of sysexits.h)
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)  # would happen again
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -99,7 +101,7 @@ class Worker:
             return self.ended + GRACE, f"rank {self.rank} ended with exit code {code}; the others were stopped.", code
         name = f"rank {self.rank} (process {self.process.pid}) was ended by {signal.Signals(-code).name}"
         why = ", perhaps for lack of memory" if -code == signal.SIGKILL else ""
-        return self.ended - LOOK, f"{name}{why}; the others were stopped.", 128 - code
+        return self.ended - LOOK, f"{name}{why}.", 128 - code if -code in CRASHES else LOST
 
     def _report(self) -> dict | None:
         text = b""
@@ -154,8 +156,9 @@ class Team:
             return 128 + self.signal
         if not failures:
             return 0
-        _, words, code = min(failures)
-        print(words, file=sys.stderr, flush=True)
+        (_, words, code), *others = sorted(failures)
+        witness = [text for _, text, other in others if other == LOST]  # the watch knows what it was doing
+        print("\n".join([words, *witness[:1]]), file=sys.stderr, flush=True)
         return code
 
     def close(self) -> None:

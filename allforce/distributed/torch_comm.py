@@ -6,40 +6,35 @@ import json
 import os
 import socket
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from ..errors import UserError
-from .comm import Comm, Done, OwnMemory, Work, placed
+from .comm import Comm, Done, LostContact, OwnMemory, Work, placed
 from .launch import World
 from .network import LOOPBACK, interface_of, is_loopback, source_address
-from .rendezvous import Announce, call_the_roll, open_store
+from .rendezvous import Announce, call_the_roll, no_contact, open_store
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 PATIENCE = timedelta(
-    hours=1
-)  # one rank may read or count much longer than the others; a closed connection shows at once
+    hours=24
+)  # one rank may read or count much longer than the others; who died or hangs is noticed by the watch
 
 
 class TorchComm(OwnMemory):
     """Workers joined by torch.distributed."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, roll: list[dict[str, Any]], store: dist.Store):
-        self.group, self.device, self.roll, self.store = group, device, roll, store
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, whole: bool = True):
+        self.group, self.device, self.whole = group, device, whole
         self.rank, self.size = group.rank(), group.size()
         self.engine = "torch"
         self.backend = "nccl" if device.type == "cuda" else "gloo"
-        self.watch: Watch | None = None
 
     @classmethod
     def start(cls, world: World, device: torch.device, limit: float, announce: Announce | None = None) -> TorchComm:
@@ -60,13 +55,11 @@ class TorchComm(OwnMemory):
                 **options,
             )
         except (RuntimeError, dist.DistError) as error:
-            raise UserError(_lost(roll, world.rank, "setting up the connections", error)) from None
+            raise no_contact(world, f"{backend} could not connect them ({str(error).splitlines()[0]}).") from None
         group = dist.group.WORLD
         assert group is not None
         _set_pg_timeout(PATIENCE, group)
-        comm = cls(group, device, roll, store)
-        comm.watch = Watch(store, world.rank)
-        return comm
+        return cls(group, device)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         if tensor.numel():
@@ -106,16 +99,12 @@ class TorchComm(OwnMemory):
         colors = self.gather(color)
         members = [dist.get_global_rank(self.group, rank) for rank, c in enumerate(colors) if c == color]
         group = dist.new_group(members, timeout=PATIENCE, use_local_synchronization=True)
-        return TorchComm(
-            group, self.device, [self.roll[rank] for rank, c in enumerate(colors) if c == color], self.store
-        )
+        return TorchComm(group, self.device, whole=False)
 
     def abort(self, code: int = 1) -> None:
-        self.store.set("abort", json.dumps([dist.get_rank(), code]))
         sys.stdout.flush()
         sys.stderr.flush()
-        time.sleep(2 * Watch.INTERVAL)  # the store may live in this process: let the others read it
-        os._exit(code)
+        os._exit(code)  # the others notice
 
     def close(self) -> None:
         """The last call, once, and of a part made by split() before the whole.
@@ -123,8 +112,7 @@ class TorchComm(OwnMemory):
         A group joins its threads when the last reference to it is gone. A thread that still lets go of a tensor while
         Python shuts down would end the process with "terminate called without an active exception".
         """
-        if self.watch is not None:  # the whole
-            self.watch.stop()
+        if self.whole:
             self.barrier()
         group = self.group
         del self.group
@@ -132,11 +120,11 @@ class TorchComm(OwnMemory):
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
-        """torch reports a closed connection; say which worker has ended."""
+        """torch reports a closed connection."""
         try:
             yield
         except RuntimeError as error:
-            raise UserError(_lost(self.roll, self.rank, what, error)) from error
+            raise LostContact(f"rank {self.rank} lost contact during {what} ({str(error).splitlines()[0]})") from error
 
 
 class TorchWork:
@@ -146,35 +134,6 @@ class TorchWork:
     def wait(self) -> None:
         with self.comm._named("all_reduce"):
             self.work.wait()
-
-
-class Watch:
-    """A thread that ends this process when another rank calls abort(), whatever this one waits for."""
-
-    INTERVAL = 0.5  # seconds
-
-    def __init__(self, store: dist.Store, rank: int):
-        # An own connection: the main thread may block on the other one.
-        self.store, self.rank = store.clone(), rank  # type: ignore[attr-defined]
-        self.done = threading.Event()
-        self.thread = threading.Thread(target=self._run, name="allforce-watch", daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        while not self.done.wait(self.INTERVAL):
-            try:
-                if not self.store.check(["abort"]):
-                    continue
-                rank, code = json.loads(self.store.get("abort"))
-            except RuntimeError:
-                return  # the store's process has ended; the next collective names it
-            if rank != self.rank:
-                print(f"rank {self.rank}: rank {rank} stopped the job.", file=sys.stderr, flush=True)
-                os._exit(code)
-
-    def stop(self) -> None:
-        self.done.set()
-        self.thread.join()
 
 
 def _entry(store_host: str) -> dict[str, Any]:
@@ -193,21 +152,3 @@ def _interface(world: World, roll: list[dict[str, Any]]) -> str:
         others = [e["address"] for e in roll if e["address"] and not is_loopback(e["address"])]
         address = source_address(others[0]) if others else LOOPBACK if world.one_host else ""
     return interface_of(address)
-
-
-def _lost(roll: list[dict[str, Any]], rank: int, what: str, error: BaseException) -> str:
-    """Name the workers of this host that have ended; of other hosts only the connection is known."""
-    time.sleep(0.5)  # a dying process closes its sockets before it is gone
-    here = roll[rank]["host"]
-    gone = [r for r, e in enumerate(roll) if e["host"] == here and r != rank and not alive(e["pid"])]
-    named = ", ".join(f"rank {r} (process {roll[r]['pid']} on {here})" for r in gone)
-    who = f"{named} has ended" if gone else "a worker has ended or cannot be reached"
-    first = str(error).splitlines()[0]
-    return f"rank {rank} lost contact during {what}: {who}. Its own output says why. ({first})"
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

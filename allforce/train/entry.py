@@ -16,13 +16,14 @@ from allforce import __version__, logs
 from allforce.config.load import load_input, normalised
 from allforce.config.schema import Input
 from allforce.distributed import devices
-from allforce.distributed.comm import Comm
-from allforce.distributed.connect import agree, connect
+from allforce.distributed.comm import Comm, LostContact
+from allforce.distributed.connect import agree, join
 from allforce.distributed.launch import World, detect
 from allforce.distributed.mpi_profile import write_profile
 from allforce.distributed.profile import CountedComm
 from allforce.distributed.shared import HostComm
 from allforce.distributed.spawn import report, run_local_workers, worker_count
+from allforce.distributed.watch import LOST
 from allforce.errors import UserError, file_problem
 from allforce.logs import CollectHandler, log
 from allforce.train.datasets import Given
@@ -41,7 +42,7 @@ def train(args: Namespace) -> int:
     world = detect()
     device, threads = devices.setup(world)
     wants_profile = args.comm_profile or os.environ.get("ALLFORCE_COMM_PROFILE", "0") != "0"
-    comm = CountedComm(connect(world, args.engine, device), exact=wants_profile)
+    comm = join(world, args.engine, device, exact=wants_profile)
     collector = None
     try:
         collector = logs.setup(args.log_level, args.log_path, args.mpi_log, comm, args.json_log)
@@ -77,6 +78,10 @@ def work(
             log.info(f"the recipe changes {len(lines)} keys of {args.INPUT}:")
             for line in lines:
                 log.info(f"    {line}")
+    if comm.watch is not None:
+        comm.watch.limit = input.training.distributed_timeout
+        if comm.rank == 0 and collector is None:  # collected lines are shown later, when these are of no use
+            comm.watch.warn = log.warning
     agree(comm, f"the input {args.INPUT}", hashlib.sha256(json.dumps(normalised(input)).encode()).hexdigest()[:16])
     names = (
         "output",
@@ -207,13 +212,19 @@ def tell_profile(comm: CountedComm) -> None:
         log.info(f"communication of this rank: {name}")
 
 
-def give_up(error: BaseException, comm: Comm, collector: CollectHandler | None) -> int:
+def give_up(error: BaseException, comm: CountedComm, collector: CollectHandler | None) -> int:
     """One of several workers cannot go on: say why, once, and end all of them."""
     if collector is not None:
         collector.rescue()
     if isinstance(error, KeyboardInterrupt):
+        report(f"rank {comm.rank} was interrupted.", 130)
         comm.abort(130)
-    if isinstance(error, UserError):
+        return 130
+    if isinstance(error, LostContact):
+        assert comm.watch is not None
+        comm.watch.wait_for_word()
+        text, code = f"{error}. All workers end.", LOST
+    elif isinstance(error, UserError):
         text, code = f"dp train: error: rank {comm.rank} on {socket.gethostname()}: {error}", 2
     elif isinstance(error, OSError) and error.filename is not None:
         text, code = f"dp train: error: rank {comm.rank} on {socket.gethostname()}: {file_problem(error)}", 2

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from allforce.data.batch import Batch
-from allforce.distributed.comm import Comm
+from allforce.distributed.profile import CountedComm
 from allforce.errors import UserError
 from allforce.files import checkpoint
 from allforce.logs import CollectHandler, log
@@ -29,7 +29,7 @@ NEVER = 2**62
 class Trainer:
     """Trains what `start.prepare` put together."""
 
-    def __init__(self, job: Job, comm: Comm, monitor: Monitor, collector: CollectHandler | None = None):
+    def __init__(self, job: Job, comm: CountedComm, monitor: Monitor, collector: CollectHandler | None = None):
         self.job, self.comm, self.monitor, self.collector = job, comm, monitor, collector
         self.config, self.state, self.loss, self.schedule = job.input.training, job.state, job.loss, job.schedule
         self.model, self.flat = job.state.model, job.state.flat
@@ -50,6 +50,8 @@ class Trainer:
 
     def run(self) -> None:
         """Evaluate, show, save, step."""
+        if self.comm.watch is not None:
+            self.comm.watch.doing = self.doing
         with self.monitor.running():
             self.loop()
 
@@ -72,6 +74,11 @@ class Trainer:
         finally:
             self.job.loader.close()
             self.display.close()
+
+    def doing(self) -> tuple[int, str]:
+        """Step and phase, for the watch."""
+        stack = [span.name for lane in self.monitor.trace.lanes[:1] for span in lane.stack]
+        return self.state.step, " of ".join(reversed(stack)) or "the loop"
 
     def shows(self, step: int) -> bool:
         """A restarted run begins at a step whose row has been written."""

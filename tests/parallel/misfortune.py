@@ -7,7 +7,8 @@ import time
 
 import torch
 
-from allforce.distributed.connect import connect
+from allforce.distributed.comm import LostContact
+from allforce.distributed.connect import join
 from allforce.distributed.launch import detect
 from allforce.distributed.spawn import report
 from allforce.errors import UserError
@@ -17,7 +18,7 @@ def main(what: str) -> None:
     world = detect()
     if what == "dies before" and world.rank == 1:
         os._exit(3)
-    comm = connect(world, os.environ.get("ENGINE", "auto"))
+    comm = join(world, os.environ.get("ENGINE", "auto"))
     if what == "is killed":
         if comm.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -39,6 +40,9 @@ def main(what: str) -> None:
 if __name__ == "__main__":
     try:
         main(sys.argv[1])
+    except LostContact:
+        time.sleep(3)  # the watch names the dead and ends this process
+        os._exit(1)
     except UserError as error:
         if not report(str(error)):
             print(f"ERROR {error}", file=sys.stderr, flush=True)

@@ -1,6 +1,7 @@
 """Accidents get words, and nobody waits for the dead. A hang shows as a time-out of the command."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -26,23 +27,20 @@ def test_dead_at_start(launch, launcher):
     assert result.returncode != 0 and "unharmed" not in result.stdout
 
 
-REMEDY = {"slurm": "export MASTER_ADDR=$(scontrol show hostnames", "hydra": "mpirun -genv MASTER_ADDR"}
-
-
-@pytest.mark.parametrize("launcher", REMEDY)
+@pytest.mark.parametrize("launcher", ["slurm", "hydra"])
 def test_dead_at_start_named(launch, launcher):
     """srun and MPICH's mpirun leave the others alone: they notice."""
     command = [sys.executable, PROGRAM, "dies before"]
     result = launch(launcher, 3, *command, timeout=60, ALLFORCE_TIMEOUT="8")
     assert result.returncode != 0 and "unharmed" not in result.stdout
-    assert "rank 1 did not appear" in result.stdout and "started this process as rank" in result.stdout
-    assert REMEDY[launcher] in result.stdout
+    assert "rank 1 did not appear within 8 s" in result.stdout and "started this process as rank" in result.stdout
+    assert "ALLFORCE_TIMEOUT=300" in result.stdout and "MASTER_ADDR" not in result.stdout
 
 
 def test_killed_later_is_named(launch):
     result = launch("slurm", 3, sys.executable, PROGRAM, "is killed", timeout=60)
     assert result.returncode != 0 and "unharmed" not in result.stdout
-    assert "lost contact during all_reduce: rank 1 (process" in result.stdout
+    assert re.search(r"rank 1 \(process \d+ on \S+\) has ended; it was in the start", result.stdout), result.stdout
 
 
 @pytest.mark.parametrize("launcher", ["slurm", "hydra", "horovodrun"])
@@ -50,7 +48,7 @@ def test_abort_ends_everyone(launch, launcher):
     result = launch(launcher, 2, sys.executable, PROGRAM, "gives up", timeout=60)
     assert result.returncode != 0 and "unharmed" not in result.stdout
     if launcher == "slurm":
-        assert "rank 1 stopped the job" in result.stdout
+        assert re.search(r"rank 1 \(process \d+ on \S+\) stopped the job", result.stdout), result.stdout
 
 
 def test_port_taken(launch):
@@ -85,14 +83,17 @@ def test_ctrl_c_ends_the_workers():
 ALONE = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": f"test-{os.getpid()}"}
 
 
-@pytest.mark.parametrize("rank, words", [(0, "rank 1, 2, 3 did not appear"), (2, "rank 0 was not found")])
+ADD = ("rank 0 was not found", "mpirun -x MASTER_ADDR=", "ALLFORCE_LAUNCHER=none")
+
+
+@pytest.mark.parametrize("rank, words", [(0, ("rank 1, 2, 3 did not appear", "ALLFORCE_TIMEOUT=300")), (2, ADD)])
 def test_never_a_silent_copy(monkeypatch, rank, words):
-    """The launcher's variables say 4, one process is there: an error in time, with the launcher and the line to add."""
+    """The launcher's variables say 4, one process is there: an error in time, with the launcher and what to do."""
     monkeypatch.setenv("ALLFORCE_TIMEOUT", "1")
     local = {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_RANK": str(rank)}
     with pytest.raises(UserError) as error:
         connect(detect(ALONE | local | {"PMIX_NAMESPACE": f"alone-{os.getpid()}-{rank}"}), "torch")
-    for part in (words, "Open MPI's mpirun", f"rank {rank} of 4", "mpirun -x MASTER_ADDR=", "ALLFORCE_LAUNCHER=none"):
+    for part in (*words, "Open MPI's mpirun", f"rank {rank} of 4"):
         assert part in str(error.value)
 
 

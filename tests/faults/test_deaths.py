@@ -1,0 +1,83 @@
+"""A worker or the launcher dies or hangs: the others notice, say who it was, and end; nothing is left behind."""
+
+import signal
+import time
+
+import psutil
+import pytest
+from run import Run
+
+from allforce.distributed.spawn import LOST
+
+ENDLESS = {"training__numb_steps": 10_000_000, "training__disp_freq": 20, "training__save_freq": 1000}
+LAUNCHERS = ["workers", "torchrun", "hydra", "openmpi", "horovodrun"]
+
+
+@pytest.fixture
+def endless(tmp_path):
+    """endless(launcher, ranks): a training that is under way and would never end."""
+    import conftest  # that of tests/parallel
+
+    runs = []
+
+    def start(launcher, ranks, *args, **changes):
+        if reason := conftest.missing(launcher):
+            pytest.skip(reason)
+        runs.append(Run(tmp_path, launcher, ranks, *args, **ENDLESS | changes))
+        runs[0].wait_for("Batch      40")
+        return runs[0]
+
+    yield start
+    for run in runs:
+        run.__exit__()
+        assert not run.leftovers()
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank(endless, launcher, victim):
+    run = endless(launcher, 2)
+    run.kill(victim)
+    code, text = run.wait()
+    assert code != 0
+    if launcher not in ("torchrun", "horovodrun"):  # which show tracebacks of their own
+        assert "Traceback" not in text, text
+    if launcher == "workers":
+        assert code == LOST and f"rank {victim} (process" in text and "was ended by SIGKILL" in text, text
+        assert "it was in step" in text, text
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_killed_launcher(endless, launcher):
+    """Its workers do not train on into the same folder."""
+    run = endless(launcher, 2)
+    workers = run.ranks()
+    assert len(workers) == 2
+    run.process.kill()
+    gone, alive = psutil.wait_procs(workers.values(), timeout=30)
+    assert not alive
+
+
+@pytest.mark.parametrize("launcher", ["workers", "hydra"])
+def test_a_stopped_rank_is_waited_for_then_given_up(endless, launcher):
+    run = endless(launcher, 2, training__distributed_timeout=13)
+    run.kill(1, signal.SIGSTOP)
+    text = run.wait_for("has given no sign of life for 1")
+    code, text = run.wait()
+    assert "waiting for rank 1 (process" in text and "in step" in text, text
+    assert "has given no sign of life for 13 s; it was in step" in text, text
+    assert code == LOST or launcher != "workers", code
+
+
+def test_a_stopped_rank_that_goes_on(endless):
+    """A pause shorter than the limit ends nothing; nor does one of all ranks."""
+    run = endless("workers", 2, training__distributed_timeout=6)
+    for victims in ([1], [0], [0, 1]):
+        for rank in victims:
+            run.kill(rank, signal.SIGSTOP)
+        time.sleep(8 if len(victims) == 2 else 3)
+        for rank in victims:
+            run.kill(rank, signal.SIGCONT)
+        time.sleep(1)
+        assert run.process.poll() is None, run.text()
+    assert "has ended" not in run.text()
