@@ -222,7 +222,12 @@ def _train(commands) -> None:
     start.add_argument(
         "-i", "--init-model", metavar="PREFIX", help="begin with the weights of this checkpoint or model"
     )
-    start.add_argument("-r", "--restart", metavar="PREFIX", help="continue the run of this checkpoint")
+    start.add_argument(
+        "-r",
+        "--restart",
+        metavar="PREFIX",
+        help="continue the run of this checkpoint, prefix or folder; auto: the newest intact one, or from scratch",
+    )
     start.add_argument("-f", "--init-frz-model", metavar="FILE", help="begin with the weights of this frozen model")
     start.add_argument(
         "-t", "--finetune", metavar="FILE", help="begin with this model, its energy bias changed to the new data"
@@ -239,6 +244,9 @@ def _train(commands) -> None:
     p.add_argument("-m", "--mpi-log", choices=["master", "collect", "workers"], default="master", help=MPI_LOG_HELP)
     p.add_argument(
         "--workers", metavar="N", help="start N workers on this machine; auto: one per GPU, else cores / threads"
+    )
+    p.add_argument(
+        "--max-wall-time", metavar="TIME", help="save and end after this time since the start, such as 11:50:00"
     )
     p.add_argument("--engine", choices=ENGINES, default="auto", help="what carries data between workers")
     p.add_argument(

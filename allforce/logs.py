@@ -77,8 +77,8 @@ class CollectHandler(logging.Handler):
 
     def flush_all(self) -> None:
         """A collective: every rank calls it at the same place."""
-        gathered = self.comm.gather(self.lines)
-        self.lines = []
+        lines, self.lines = self.lines, []  # in this order: the writer's thread may add one any time
+        gathered = self.comm.gather(lines)
         if self.comm.rank == 0:
             self.write(sorted((tuple(line) for lines in gathered for line in lines), key=lambda line: line[:2]))
 

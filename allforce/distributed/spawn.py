@@ -156,6 +156,9 @@ class Team:
             return 128 + self.signal
         if not failures:
             return 0
+        codes = {worker.process.returncode for worker in self.workers}
+        if len(codes) == 1 and codes <= {128 + s for s in self.handlers}:  # one was asked to end, and all agreed
+            return codes.pop()
         (_, words, code), *others = sorted(failures)
         witness = [text for _, text, other in others if other == LOST]  # the watch knows what it was doing
         print("\n".join([words, *witness[:1]]), file=sys.stderr, flush=True)

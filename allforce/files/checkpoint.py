@@ -4,12 +4,17 @@
     <save_ckpt>.safetensors            link to the newest
     checkpoint                         text: the name of the newest
 
-A file is written under a temporary name, flushed to the disk and renamed, so a name always stands for a whole file.
+A file is written under a temporary name, flushed to the disk, read again and renamed, so a name always stands for a
+whole file. It holds the SHA-256 of all its bytes (with zeros in its own place), so that damage is noticed. A name that
+is not a file itself stands for the newest intact one: the one pointed at, else the one written last.
 """
 
 from __future__ import annotations
 
+import glob
+import hashlib
 import json
+import logging
 import os
 import re
 from dataclasses import dataclass
@@ -17,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load as deserialise
 from safetensors.torch import save as serialise
 from torch import Tensor
 
@@ -24,8 +30,10 @@ from allforce.errors import UserError
 from allforce.writing import write_whole
 
 SUFFIX = ".safetensors"
-FORMAT, VERSION = "allforce checkpoint", 1
+FORMAT, VERSION = "allforce checkpoint", 2  # version 1 had no checksum
+DIGEST = re.compile(rb'\\"sha256\\": \\"([0-9a-f]{64})\\"')  # in the header: JSON within JSON
 AVERAGE = "ema"
+log = logging.getLogger("deepmd.checkpoint")
 NEWEST = "checkpoint"  # the text file that names the newest one
 
 
@@ -54,30 +62,82 @@ class Checkpoint:
 
 def write(path: Path, checkpoint: Checkpoint) -> None:
     """Write whole or not at all."""
-    header = {"allforce": json.dumps({"format": FORMAT, "version": VERSION, **checkpoint.meta})}
+    write_whole(path, encode(checkpoint), intact)
+
+
+def encode(checkpoint: Checkpoint) -> bytes:
+    header = {"sha256": "0" * 64, "format": FORMAT, **checkpoint.meta, "version": VERSION}
     tensors = {k: v.detach().cpu().contiguous().clone() for k, v in checkpoint.tensors.items()}
-    write_whole(path, serialise(tensors, metadata=header))
+    data = bytearray(serialise(tensors, metadata={"allforce": json.dumps(header)}))
+    place = DIGEST.search(data)
+    assert place is not None
+    data[place.start(1) : place.end(1)] = hashlib.sha256(data).hexdigest().encode()
+    return bytes(data)
+
+
+def intact(data: bytes) -> bool:
+    """The bytes are those that were written; files of version 1 do not tell."""
+    place = DIGEST.search(data, 8, 8 + int.from_bytes(data[:8], "little"))
+    if place is None:
+        return (_header(data) or {}).get("version", VERSION) < 2
+    digest = hashlib.sha256(data[: place.start(1)])
+    digest.update(b"0" * 64)
+    digest.update(memoryview(data)[place.end(1) :])
+    return digest.hexdigest().encode() == place[1]
 
 
 def read(path: str | Path) -> Checkpoint:
-    """Read a checkpoint; a file that is truncated or something else is a UserError."""
+    """Read a checkpoint; a file that is damaged or something else is a UserError that names an intact one."""
     path = Path(path)
     try:
-        with safe_open(path, framework="pt") as file:
-            header = (file.metadata() or {}).get("allforce")
-            tensors = {k: file.get_tensor(k) for k in file.keys()}
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: {_no_checkpoint(path, error)}") from None
+        data = path.read_bytes()
+        tensors, header = deserialise(data), _header(data)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(f"{path}: {_no_checkpoint(path, error)}{_instead_of(path)}") from None
     if header is None:
         raise UserError(
             f"{path}: a safetensors file, but not a checkpoint of allforce. Give one that `dp train` wrote."
         )
-    meta = json.loads(header)
-    if meta.get("version", 0) > VERSION:
+    if header.get("version", 0) > VERSION:
         raise UserError(
-            f"{path}: checkpoint of version {meta['version']}, this program reads up to {VERSION}. Install a newer one."
+            f"{path}: checkpoint of version {header['version']}, this program reads up to {VERSION}. Install a newer"
+            " one."
         )
-    return Checkpoint(tensors, meta, path)
+    if not intact(data):
+        raise UserError(f"{path}: this checkpoint is damaged (its checksum is wrong).{_instead_of(path)}")
+    if not isinstance(header.get("step"), int) or not isinstance(header.get("model"), dict):
+        raise UserError(f"{path}: not a checkpoint of `dp train`: what it says about itself lacks step or model.")
+    return Checkpoint(tensors, header, path)
+
+
+def _header(data: bytes) -> dict[str, Any] | None:
+    """What a checkpoint says about itself; None: a safetensors file of somebody else."""
+    length = int.from_bytes(data[:8], "little")
+    text = (json.loads(data[8 : 8 + length]).get("__metadata__") or {}).get("allforce")
+    header = None if text is None else json.loads(text)
+    if header is not None and not isinstance(header, dict):
+        raise ValueError("what it says about itself is not an object")
+    return header
+
+
+def _instead_of(path: Path) -> str:
+    """The newest intact checkpoint beside a damaged one."""
+    prefix = path.with_name(re.sub(r"-\d+$", "", path.name.removesuffix(SUFFIX)))
+    for other in _by_time(prefix):
+        if other != path and _problem(other) is None:
+            return f" The newest intact one is {other}."
+    return " There is no intact one of the same name."
+
+
+def _problem(path: Path) -> str | None:
+    """Why a checkpoint cannot be used, None when it can."""
+    if not path.is_file():
+        return f"{path} does not exist"
+    try:
+        data = path.read_bytes()
+        return None if _header(data) is not None and intact(data) and deserialise(data) else f"{path} is damaged"
+    except (SafetensorError, OSError, ValueError) as error:
+        return f"{path} is damaged ({error})"
 
 
 def _no_checkpoint(path: Path, error: Exception) -> str:
@@ -88,9 +148,9 @@ def _no_checkpoint(path: Path, error: Exception) -> str:
     except OSError as problem:
         return f"cannot be read ({problem.strerror})."
     if head[8:9] == b"{" and b"\0" in head[:8]:
-        return f"this checkpoint is damaged ({error}). Take an earlier one of the same run."
+        return f"this checkpoint is damaged ({error})."
     if not head:
-        return "the file is empty. Take an earlier checkpoint of the same run."
+        return "the file is empty."
     first = head.split(b"\n")[0]
     is_text = all(byte >= 32 or byte in b"\t\r\n" for byte in head)
     what = f"a text that begins with {first.decode(errors='replace')!r}" if is_text else "a file of another kind"
@@ -105,26 +165,53 @@ def find(name: str | Path) -> Path:
         path = path.parent
     if path.is_file():
         return path
-    if path.is_dir():
-        if not (path / NEWEST).is_file():
-            raise UserError(
-                f"{path}: no file `{NEWEST}` in this directory to name the newest checkpoint. Give a file or a prefix."
-            )
-        found = path / (path / NEWEST).read_text().strip()
-        if not found.is_file():
-            raise UserError(
-                f"{path / NEWEST}: names {found.name}, which does not exist. Give an existing file or a prefix."
-            )
-        return found
-    candidates = [path.with_name(path.name + suffix) for suffix in (SUFFIX, ".pt")]
-    candidates += [p for _, p in numbered(path)[::-1]]
+    candidates = _pointed_at(path) if path.is_dir() else _named(path)
+    problems: list[str] = []
     for candidate in candidates:
-        if candidate.is_file():
+        problem = None if candidate.suffix == ".pt" else _problem(candidate)
+        if problem is None:
+            for words in problems:
+                log.warning(f"{words}: {candidate} is taken instead, the newest that is intact")
             return candidate
+        problems.append(problem)
+    if problems:
+        raise UserError(f"{path}: no intact checkpoint. {'; '.join(problems[:5])}. Begin a new run.")
+    if path.is_dir():
+        raise UserError(f"{path}: no checkpoint in this directory. Give a file or a prefix.")
     raise UserError(
         f"{path}: no such checkpoint. Looked for this file, for {path.name}{SUFFIX} and for {path.name}-<step>{SUFFIX} "
         f"in {path.parent.absolute()}."
     )
+
+
+def _pointed_at(folder: Path) -> list[Path]:
+    """The checkpoints of a folder: first the one that the file `checkpoint` names, then those written before."""
+    if (folder / NEWEST).is_file():
+        first = folder / (folder / NEWEST).read_text(errors="replace").strip().replace("\0", "")
+        prefix = first.with_name(re.sub(r"-\d+$", "", first.name.removesuffix(SUFFIX)))
+        return list(dict.fromkeys([first, *_by_time(prefix)]))
+    prefixes = {m[1] for name in os.listdir(folder) if (m := re.fullmatch(rf"(.+)-\d+{re.escape(SUFFIX)}", name))}
+    return sorted((p for prefix in prefixes for p in _by_time(folder / prefix)), key=_time, reverse=True)
+
+
+def _named(prefix: Path) -> list[Path]:
+    """The checkpoints of a prefix: what its link points at, then the others, then DeePMD-kit's."""
+    link, foreign = (prefix.with_name(prefix.name + suffix) for suffix in (SUFFIX, ".pt"))
+    first = [link.parent / os.readlink(link)] if link.is_symlink() else [link] if link.is_file() else []
+    return list(dict.fromkeys([*first, *_by_time(prefix), *([foreign] if foreign.is_file() else [])]))
+
+
+def _by_time(prefix: Path) -> list[Path]:
+    return sorted((p for _, p in numbered(prefix)), key=_time, reverse=True)
+
+
+def _time(path: Path) -> tuple[int, int]:
+    """When it was written, and its step."""
+    step = re.search(r"-(\d+)" + re.escape(SUFFIX) + "$", path.name)
+    try:
+        return path.stat().st_mtime_ns, int(step[1]) if step else 0
+    except OSError:
+        return 0, 0
 
 
 def numbered(prefix: Path) -> list[tuple[int, Path]]:
@@ -146,7 +233,7 @@ def _run(path: Path) -> str | None:
     try:
         with safe_open(path, framework="pt") as file:
             return json.loads((file.metadata() or {}).get("allforce", "{}")).get("run")
-    except (SafetensorError, OSError):
+    except (SafetensorError, OSError, ValueError, AttributeError):
         return None
 
 
@@ -160,13 +247,15 @@ def save(prefix: Path, checkpoint: Checkpoint, keep: int) -> Path:
     temporary.symlink_to(path.name)
     os.replace(temporary, link)
     for folder in {Path.cwd(), prefix.parent.absolute()}:  # where `dp freeze` and `dp train --restart .` look
-        _write_text(folder / NEWEST, os.path.relpath(path, folder))
+        write_whole(folder / NEWEST, os.path.relpath(path, folder).encode())
     for old in of_run(prefix, checkpoint.meta.get("run"), checkpoint.step)[: -max(keep, 1)]:
         old.unlink(missing_ok=True)
     return path
 
 
-def _write_text(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+def sweep(prefix: Path) -> None:
+    """Remove what a killed run left half-written; only who holds the lock of the folder may."""
+    for folder in {Path.cwd(), prefix.parent.absolute()}:
+        for pattern in (f".{glob.escape(prefix.name)}*{SUFFIX}.*.tmp", f".{NEWEST}.*.tmp"):
+            for path in folder.glob(pattern):
+                path.unlink(missing_ok=True)

@@ -30,7 +30,8 @@ class Display:
         self.boards = open_boards(config, rank, facts)
         if rank == 0:
             if config.disp_training:
-                self.curve = LearningCurve(config.disp_file, names, config.validation_data is not None, append)
+                at = first if append else None
+                self.curve = LearningCurve(config.disp_file, names, config.validation_data is not None, at)
             self.bar = _bar(first, last)
         self.begun = self.since = perf_counter()
         self.at, self.training, self.counted, self.excluded = first, 0.0, 0, 0

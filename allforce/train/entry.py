@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from argparse import Namespace
+from pathlib import Path
 
 import torch
 
@@ -25,11 +26,15 @@ from allforce.distributed.shared import HostComm
 from allforce.distributed.spawn import report, run_local_workers, worker_count
 from allforce.distributed.watch import LOST
 from allforce.errors import UserError, file_problem
+from allforce.files import checkpoint
 from allforce.logs import CollectHandler, log
 from allforce.train.datasets import Given
+from allforce.train.lock import locked
 from allforce.train.monitor import Monitor
 from allforce.train.recipe import with_recipe
-from allforce.train.start import Job, Options, prepare
+from allforce.train.source import Options
+from allforce.train.start import Job, NothingToDo, prepare
+from allforce.train.stopping import seconds_of
 from allforce.train.trainer import Trainer
 
 
@@ -46,7 +51,7 @@ def train(args: Namespace) -> int:
     collector = None
     try:
         collector = logs.setup(args.log_level, args.log_path, args.mpi_log, comm, args.json_log)
-        work(args, world, comm, device, threads, collector)
+        code = work(args, world, comm, device, threads, collector)
         if wants_profile:
             tell_profile(comm)
     except BaseException as error:
@@ -54,7 +59,7 @@ def train(args: Namespace) -> int:
             raise
         return give_up(error, comm, collector)
     comm.close()
-    return 0
+    return code
 
 
 def work(
@@ -64,7 +69,7 @@ def work(
     device: torch.device,
     threads: devices.Threads,
     collector: CollectHandler | None,
-) -> None:
+) -> int:
     begun = time.perf_counter()
     if comm.rank == 0:
         log.info(f"Allforce version: {__version__}")
@@ -83,20 +88,19 @@ def work(
         if comm.rank == 0 and collector is None:  # collected lines are shown later, when these are of no use
             comm.watch.warn = log.warning
     agree(comm, f"the input {args.INPUT}", hashlib.sha256(json.dumps(normalised(input)).encode()).hexdigest()[:16])
-    names = (
-        "output",
-        "restart",
-        "init_model",
-        "init_frz_model",
-        "finetune",
-        "skip_neighbor_stat",
-        "use_pretrain_script",
-    )
-    options = Options(args.INPUT, **{name: getattr(args, name) for name in names})
-    run(input, options, world, comm, device, threads, collector, timeline=args.timeline)
+    names = ("output", "restart", "init_model", "init_frz_model", "finetune", "skip_neighbor_stat")
+    options = Options(args.INPUT, **{name: getattr(args, name) for name in (*names, "use_pretrain_script")})
+    options.wall_time = None if args.max_wall_time is None else seconds_of(args.max_wall_time)
+    try:
+        code = run(input, options, world, comm, device, threads, collector, timeline=args.timeline).exit_code
+    except NothingToDo as reason:
+        code = 0
+        if comm.rank == 0:
+            log.info(str(reason))
     log.info(f"wall time: {time.perf_counter() - begun:.3f} s")
     if collector is not None:
         collector.flush_all()
+    return code
 
 
 def run(
@@ -110,13 +114,42 @@ def run(
     data: Given | None = None,
     timeline: str | None = None,
 ) -> Job:
-    """Prepare and train; data: systems that are open already, in the place of those that the input names."""
+    """Prepare and train, alone in the folder; data: systems that are open already, in the place of those that the input
+    names."""
     if settings.training.parallel is False and comm.size > 1:
         raise UserError(
             f"{options.input}: {comm.size} workers were started, but `parallel` is not true, and {comm.size} copies of "
             "one training are of no use. Set parallel: true, or start one worker."
         )
-    job = prepare(settings, comm, options, device, data)
+    prefix = Path(settings.training.save_dir or ".") / settings.training.save_ckpt
+    folders = {prefix.parent, Path(settings.training.disp_file).parent} if comm.rank == 0 else set()
+    if comm.rank == 0:
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+    with locked(folders):
+        if comm.rank == 0:
+            checkpoint.sweep(prefix)
+        if options.restart == "auto":  # the newest intact checkpoint, or none when there is none
+            there = comm.rank == 0 and checkpoint.numbered(prefix)
+            options.restart = comm.gather(str(checkpoint.find(prefix)) if there else None)[0]
+        job = prepare(settings, comm, options, device, data)
+        tell_job(job, options, world, comm, device, threads, collector)
+        facts = dict(summary_rows(job, world, comm, device, threads)) | {"input": options.input, "version": __version__}
+        facts["host"] = socket.gethostname()
+        monitor = Monitor(job.input.training, comm, device, facts, timeline_of(timeline, job, comm), job.restarted)
+        job.exit_code = Trainer(job, comm, monitor, collector, options.wall_time).run()
+    return job
+
+
+def tell_job(
+    job: Job,
+    options: Options,
+    world: World,
+    comm: CountedComm,
+    device: torch.device,
+    threads: devices.Threads,
+    collector: CollectHandler | None,
+) -> None:
+    """What the log says before the first step."""
     for line in logs.summary(summary_rows(job, world, comm, device, threads), comm.size > 1):
         log.info(line)
     warnings = devices.crowded(threads, comm) if device.type == "cpu" else []
@@ -124,15 +157,10 @@ def run(
         for line in warnings:
             log.warning(line)
         tell_start(job)
-    if settings.training.parallel and comm.size > 1:
+    if job.input.training.parallel and comm.size > 1:
         tell_parallel(job, comm, device, options)
     if collector is not None:
         collector.flush_all()
-    facts = dict(summary_rows(job, world, comm, device, threads)) | {"input": options.input, "version": __version__}
-    facts["host"] = socket.gethostname()
-    monitor = Monitor(job.input.training, comm, device, facts, timeline_of(timeline, job, comm), job.restarted)
-    Trainer(job, comm, monitor, collector).run()
-    return job
 
 
 def tell_parallel(job: Job, comm: Comm, device: torch.device, options: Options) -> None:

@@ -1,6 +1,6 @@
 """All trainable parameters as one flat tensor, all their gradients as one buffer.
 
-    wire = [ gradients of all parameters | metric sums ]          one collective a step sends it whole
+    wire = [ gradients of all parameters | metric sums | flags ]         one collective a step sends it whole
 
 With a gradient_precision of its own the gradient is cast and sent alone, and the sums go beside it as they are.
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from allforce.distributed.comm import Comm, Work
+from allforce.train.stopping import FLAGS
 
 WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -42,11 +43,13 @@ class FlatParameters:
         sizes = [p.numel() for p in self.parameters]
         self.size = sum(sizes)
         device = self.parameters[0].device
-        self.wire = (torch.zeros if precision else allocate)(self.size + n_sums, dtype=dtypes[0], device=device)
-        self.gradient, self.sums = self.wire[: self.size], self.wire[self.size :]
+        count = self.size + n_sums + FLAGS
+        self.wire = (torch.zeros if precision else allocate)(count, dtype=dtypes[0], device=device)
+        self.gradient, rest = self.wire[: self.size], self.wire[self.size :]
+        self.sums, self.flags = rest[:n_sums], rest[n_sums:]
         self._sent: list[tuple[Tensor, Tensor]] = []  # what is cast, and what the collectives then add up
         if precision:
-            for part, dtype in ((self.gradient, WIRE_DTYPES[precision]), (self.sums, dtypes[0])):
+            for part, dtype in ((self.gradient, WIRE_DTYPES[precision]), (rest, dtypes[0])):
                 self._sent.append((part, allocate(part.numel(), dtype=dtype, device=device)))
         self._gradients = self._views(self.gradient, self.parameters)
         self.passes = 0  # backward passes so far

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ class Options:
     finetune: str | None = None
     skip_neighbor_stat: bool = False
     use_pretrain_script: bool = False
+    wall_time: float | None = None  # seconds since the start of the process
 
     @property
     def source(self) -> str | None:
@@ -48,6 +50,9 @@ class Source:
     config: Any  # its section `model`
     seed: int | None
     nearest: float | None  # Å, the smallest distance in the data that it was trained with
+    step: int = 0
+    consumed: int | None = None  # micro-batches of all workers
+    sum_since: list[float] | None = None
     model: Model | None = None
     checkpoint: Checkpoint | None = None
 
@@ -69,19 +74,20 @@ def read_source(options: Options, comm: Comm) -> Source | None:
         return None
     model, saved, facts = None, None, {}
     if comm.rank == 0:
-        log.info(f"{'restart' if options.restart else 'initialize'} from model {name}")
-        model = load_model(name)
-        if options.restart:
-            saved = _resumable(name)
-        seed = saved.meta.get("seed") if saved is not None else None
-        facts = {"seed": seed, "model": model_section(model), "nearest": model.min_nbor_dist}
+        path = checkpoint.find(name) if options.restart else name
+        log.info(f"{'restart' if options.restart else 'initialize'} from model {path}")
+        model = load_model(path)
+        saved = _resumable(name, Path(path)) if options.restart else None
+        meta = saved.meta if saved is not None else {}
+        facts = {key: meta.get(key) for key in ("seed", "micro_batches", "sum_since")}
+        facts |= {"step": meta.get("step", 0), "model": model_section(model), "nearest": model.min_nbor_dist}
     facts = comm.gather(facts)[0]
     config = validated_config(facts["model"], name)
-    return Source(name, config, facts["seed"], facts["nearest"], model, saved)
+    progress = (facts["step"], facts["micro_batches"], facts["sum_since"])
+    return Source(name, config, facts["seed"], facts["nearest"], *progress, model, saved)
 
 
-def _resumable(name: str) -> Checkpoint:
-    path = checkpoint.find(name)
+def _resumable(name: str, path: Path) -> Checkpoint:
     if path.suffix != checkpoint.SUFFIX:
         raise UserError(
             f"--restart {name}: {path.name} has no state of an optimizer, so the run cannot be continued. "

@@ -27,9 +27,14 @@ from allforce.train.build import change_bias, complete_model, set_statistics
 from allforce.train.datasets import Given, make_cache, open_data
 from allforce.train.source import Options, Source, read_source, run_name, shared_seed
 from allforce.train.state import State
+from allforce.writing import write_whole
 
 VALIDATION = 0x76616C  # its order is another one than that of the training data
 NAMED = 20  # systems in a warning, at most
+
+
+class NothingToDo(Exception):
+    """The run that is to be continued has come to its end."""
 
 
 @dataclass
@@ -47,6 +52,12 @@ class Job:
     run: str
     restarted: bool
     comm: Comm
+    consumed: int = 0  # micro-batches of all workers before the first step of this run
+    sum_since: list[float] | None = None  # of the checkpoint, for disp_avg
+    exit_code: int = 0  # of the training
+
+    def __post_init__(self) -> None:
+        self.first = self.state.step
 
     @property
     def prefix(self) -> Path:
@@ -60,7 +71,8 @@ class Job:
     def first_and_stride(self, step: int) -> tuple[int, int]:
         """Number of this worker's first micro-batch of a step in its sampler's order, and the distance to its next."""
         offset, distance = stride(self.input.training.sharding, self.comm.rank, self.comm.size)
-        return offset + distance * self.input.training.acc_freq * step, distance
+        before = self.consumed if distance == self.comm.size else self.consumed // self.comm.size
+        return offset + before + distance * self.input.training.acc_freq * (step - self.first), distance
 
     def names_of(self, step: int) -> list[str]:
         """Where the micro-batches of this worker at a step come from."""
@@ -68,9 +80,11 @@ class Job:
         numbers = range(first, first + distance * self.input.training.acc_freq, distance)
         return [self.loader.batch(m).name for m in numbers]
 
-    def meta(self) -> dict[str, Any]:
+    def meta(self, step: int) -> dict[str, Any]:
         """What a checkpoint says besides its tensors."""
-        return {"run": self.run, "seed": self.seed, "input": normalised(self.input)}
+        consumed = self.consumed + (step - self.first) * self.comm.size * self.input.training.acc_freq
+        own = {"run": self.run, "seed": self.seed, "micro_batches": consumed, "workers": self.comm.size}
+        return own | {"input": normalised(self.input)}
 
 
 def prepare(settings: Input, comm: Comm, options: Options, device: torch.device, data: Given | None = None) -> Job:
@@ -82,10 +96,12 @@ def prepare(settings: Input, comm: Comm, options: Options, device: torch.device,
     settings = settings.model_copy(update={"model": section})
     complete, (settings, numb_steps) = normalised(settings), scaled_steps(settings, training, comm)
     seed = shared_seed(settings.training.seed, source, comm)
+    if options.restart is not None and source is not None and source.step >= numb_steps:
+        raise NothingToDo(f"{source.name} is at step {source.step} of {numb_steps}: nothing is left to do")
     if comm.rank == 0:
         for line in [line for d in (training, validation) if d is not None for line in d.summary()]:
             log.info(line)
-        Path(options.output).write_text(json.dumps(complete, indent=4, ensure_ascii=False) + "\n")
+        write_whole(options.output, (json.dumps(complete, indent=4, ensure_ascii=False) + "\n").encode())
         (Path(settings.training.save_dir or ".") / settings.training.save_ckpt).parent.mkdir(
             parents=True, exist_ok=True
         )
@@ -103,7 +119,13 @@ def prepare(settings: Input, comm: Comm, options: Options, device: torch.device,
     if validation is not None:
         held_out = Loader(validation, Sampler(validation, seed ^ VALIDATION), model.needs, device, cache)
     run, restarted = run_name(source), options.restart is not None
-    return Job(settings, state, loss, schedule, loader, held_out, numb_steps, seed, run, restarted, comm)
+    consumed, sums = 0, None
+    if restarted and source is not None:
+        old = state.step * comm.size * settings.training.acc_freq  # as checkpoints of version 1 mean it
+        consumed, sums = old if source.consumed is None else source.consumed, source.sum_since
+    return Job(
+        settings, state, loss, schedule, loader, held_out, numb_steps, seed, run, restarted, comm, consumed, sums
+    )
 
 
 def check_labels(training: DataSet, loss: Loss, comm: Comm, split: bool) -> None:

@@ -21,16 +21,27 @@ from allforce.train.build import change_bias
 from allforce.train.display import Display
 from allforce.train.monitor import Monitor
 from allforce.train.start import Job
+from allforce.train.stopping import CODES, REASONS, StopRequests
 from allforce.train.validating import FullValidation, Patience
+from allforce.train.writer import Writer
 
 NEVER = 2**62
+LOOK_EVERY = 16  # steps between two looks at the flags where a look makes the device wait
 
 
 class Trainer:
     """Trains what `start.prepare` put together."""
 
-    def __init__(self, job: Job, comm: CountedComm, monitor: Monitor, collector: CollectHandler | None = None):
+    def __init__(
+        self,
+        job: Job,
+        comm: CountedComm,
+        monitor: Monitor,
+        collector: CollectHandler | None = None,
+        wall_time: float | None = None,
+    ):
         self.job, self.comm, self.monitor, self.collector = job, comm, monitor, collector
+        self.requests, self.writer = StopRequests(wall_time), Writer(job.prefix, job.input.training.max_ckpt_keep)
         self.config, self.state, self.loss, self.schedule = job.input.training, job.state, job.loss, job.schedule
         self.model, self.flat = job.state.model, job.state.flat
         if self.config.acc_freq == 1:
@@ -42,20 +53,22 @@ class Trainer:
         self.full = FullValidation(job) if job.input.validating.full_validation else None
         self.patience = Patience(self.config.stop_when)
         self.sum_since = torch.zeros_like(self.flat.sums)  # for disp_avg
+        if job.sum_since is not None and len(job.sum_since) == len(self.sum_since):
+            self.sum_since.copy_(torch.tensor(job.sum_since, dtype=self.sum_since.dtype))
         self.seen: list[tuple[str, Tensor]] = []  # this worker's micro-batches of the step and their losses
         self.frames = 0  # of this worker in the step
         device = self.flat.wire.device
         self.watch = device.type == "cpu"  # elsewhere a look at the loss makes the device wait: only at shows and saves
         self.bad_step = torch.full((), NEVER, dtype=torch.int64, device=device)
 
-    def run(self) -> None:
-        """Evaluate, show, save, step."""
+    def run(self) -> int:
+        """Evaluate, show, save, step. The exit code: 0, or that of a signal."""
         if self.comm.watch is not None:
             self.comm.watch.doing = self.doing
-        with self.monitor.running():
-            self.loop()
+        with self.monitor.running(), self.requests:
+            return self.loop()
 
-    def loop(self) -> None:
+    def loop(self) -> int:
         self.job.loader.start(*self.job.first_and_stride(self.first))
         try:
             while (step := self.state.step) < self.last and not self.patience.over:
@@ -69,9 +82,13 @@ class Trainer:
                     self.save(step)
                 if self.full is not None and self.full.due(step):
                     self.validate_all(step)
+                if (reason := self.stop_reason(step)) is not None:
+                    return self.stop(step, reason)
                 self.update(step)
             self.finish()
+            return 0
         finally:
+            self.writer.wait()
             self.job.loader.close()
             self.display.close()
 
@@ -103,6 +120,8 @@ class Trainer:
                 self.flat.differentiate(loss, sums, 1.0 / (self.config.acc_freq * self.comm.size), first=micro == 0)
             self.seen.append((batch.name, loss.detach()))
             self.frames += batch.nframes
+        if self.requests.any():
+            self.flat.flags.copy_(torch.tensor(self.requests.asked))
         self.flat.reduce_finish(self.flat.reduce_start(self.comm), self.comm)
         self.check_finite(step)
         if self.config.disp_avg:
@@ -124,6 +143,22 @@ class Trainer:
         self.bad_step = torch.where(finite, self.bad_step, self.bad_step.clamp(max=step))
         if (self.shows(step) or self.saves(step) or step == self.last) and int(self.bad_step) < NEVER:
             self.stop_not_finite(int(self.bad_step))
+
+    def stop_reason(self, step: int) -> int | None:
+        """Which end some worker was asked for, the same on all: the flags have come with the gradients."""
+        if not self.watch and step % LOOK_EVERY:
+            return None
+        flags = self.flat.flags.tolist()
+        return next((k for k in reversed(range(len(flags))) if flags[k]), None)
+
+    def stop(self, step: int, reason: int) -> int:
+        """Save what was reached; a restart computes this step again."""
+        if not self.saves(step) and not (self.job.restarted and step == self.first):
+            self.save(step)
+        self.writer.finish()
+        if self.comm.rank == 0:
+            log.info(f"stopped by {REASONS[reason]} at step {step} of {self.last}: --restart auto goes on from here")
+        return CODES[reason]
 
     def stop_not_finite(self, step: int) -> None:
         own = [name for name, loss in self.seen if not torch.isfinite(loss)] if self.watch else self.job.names_of(step)
@@ -201,10 +236,11 @@ class Trainer:
 
     def save(self, step: int) -> None:
         with phase(CHECKPOINT):
-            whole = self.state.checkpoint(self.job.meta())
+            whole = self.state.checkpoint(self.job.meta(step))
+            if self.config.disp_avg:
+                whole.meta["sum_since"] = self.sum_since.tolist()
             if self.comm.rank == 0:
-                checkpoint.save(self.job.prefix, whole, self.config.max_ckpt_keep)
-                log.info(f"saved checkpoint {self.config.save_ckpt}")
+                self.writer.save(whole)
 
     def finish(self) -> None:
         """The last row: the weights after the last update on the next micro-batches, without an update."""
@@ -229,6 +265,7 @@ class Trainer:
                 with self.state.averaged():
                     change_bias(self.model, self.job.loader, nbatch, self.comm, split)
             self.save(step)
+            self.writer.finish()
             if self.full is not None and step == self.last and self.full.config.full_val_start != 1:
                 self.validate_all(step)
         if self.patience.over and self.comm.rank == 0:

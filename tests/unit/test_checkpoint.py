@@ -1,6 +1,8 @@
 """Checkpoint files: whole or not there, found by file, prefix and folder, the oldest removed."""
 
+import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -109,3 +111,63 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         checkpoint.write(path, make(2))
     assert checkpoint.read(path).step == 1 and os.listdir(tmp_path) == [path.name]
+
+
+def test_every_flipped_bit_is_noticed(tmp_path):
+    """One bit of every byte of the file, header and tensors alike."""
+    path = tmp_path / "m-1.safetensors"
+    checkpoint.write(path, make(1))
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        with pytest.raises(UserError):
+            checkpoint.read(path)
+    for length in range(0, len(whole), 7):
+        path.write_bytes(whole[:length])
+        with pytest.raises(UserError):
+            checkpoint.read(path)
+    path.write_bytes(whole)
+    assert checkpoint.read(path).step == 1
+
+
+def test_files_without_a_checksum_are_read(tmp_path):
+    from safetensors.torch import save_file
+
+    old = make(4)
+    header = {"allforce": json.dumps({"format": "allforce checkpoint", "version": 1, **old.meta})}
+    save_file(old.tensors, tmp_path / "m-4.safetensors", metadata=header)
+    assert checkpoint.read(checkpoint.find(tmp_path / "m")).step == 4
+
+
+@pytest.mark.parametrize("name", [".", "m", "checkpoint"])
+def test_the_newest_intact_one_is_found_and_said(tmp_path, monkeypatch, caplog, name):
+    monkeypatch.chdir(tmp_path)
+    for step in (10, 20, 30, 40):
+        checkpoint.save(tmp_path / "m", make(step), keep=9)
+        os.utime(f"m-{step}.safetensors", (step, step))
+    Path("m-30.safetensors").write_bytes(Path("m-30.safetensors").read_bytes()[:-1])
+    Path("m-40.safetensors").unlink()  # link and `checkpoint` lead nowhere
+    with caplog.at_level("WARNING", "deepmd"):
+        assert checkpoint.read(checkpoint.find(name)).step == 20
+    assert "m-40.safetensors does not exist" in caplog.text and "m-30.safetensors is damaged" in caplog.text
+    assert "m-20.safetensors is taken instead" in caplog.text
+    with pytest.raises(UserError, match="damaged.*The newest intact one is m-20"):
+        checkpoint.read("m-30.safetensors")
+
+
+def test_the_pointed_one_is_the_newest_not_the_highest_number(tmp_path, monkeypatch):
+    """A restart from 10 has reached 15; 20 is of the time before."""
+    monkeypatch.chdir(tmp_path)
+    for step in (10, 20, 15):
+        checkpoint.save(tmp_path / "m", make(step), keep=9)
+    assert {checkpoint.find(name).name for name in (".", "m")} == {"m-15.safetensors"}
+
+
+def test_half_written_files_are_swept(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in (".m-3.safetensors.123.tmp", ".m.safetensors.9.tmp", ".checkpoint.77.tmp", "m-3.safetensors", "tmp"):
+        Path(name).touch()
+    checkpoint.sweep(tmp_path / "m")
+    assert sorted(os.listdir()) == ["m-3.safetensors", "tmp"]

@@ -96,7 +96,7 @@ NOTE = "# If there is no available reference data, rmse_*_{val,trn} will print n
 
 
 def test_learning_curve_with_validation(tmp_path):
-    curve = LearningCurve(tmp_path / "l", list(FIGURES), validation=True, append=False)
+    curve = LearningCurve(tmp_path / "l", list(FIGURES), validation=True)
     curve.row(100, FIGURES, {"rmse": 1.0, "rmse_e": 0.5}, 1e-3)
     curve.close()
     assert (tmp_path / "l").read_text() == (
@@ -106,12 +106,31 @@ def test_learning_curve_with_validation(tmp_path):
     )
 
 
-def test_learning_curve_without_validation_appends(tmp_path):
-    for append in (False, True):
-        curve = LearningCurve(tmp_path / "l", list(FIGURES), validation=False, append=append)
-        curve.row(0, FIGURES, None, 5e-4)
-        curve.close()
-    block = (
-        "# step       rmse_trn    rmse_e_trn   lr      \n" + NOTE + "      0      2.53e+01           nan    5.0e-04\n"
-    )
-    assert (tmp_path / "l").read_text() == 2 * block
+def curve_of(path, steps, at=None):
+    curve = LearningCurve(path, list(FIGURES), validation=False, at=at)
+    for step in steps:
+        curve.row(step, FIGURES, None, 5e-4)
+    curve.close()
+    return path.read_text()
+
+
+def test_learning_curve_of_a_restart_is_that_of_an_uninterrupted_run(tmp_path):
+    whole = curve_of(tmp_path / "whole", range(0, 50, 10))
+    assert curve_of(tmp_path / "l", range(0, 40, 10)) != whole
+    with open(tmp_path / "l", "a") as file:
+        file.write("     40      2.53")  # killed in the middle of a row
+    assert curve_of(tmp_path / "l", (30, 40), at=20) == whole
+    assert curve_of(tmp_path / "new", (30, 40), at=20).count("#") == 2
+
+
+def test_rows_wait_while_the_disk_is_full(tmp_path, caplog):
+    curve = LearningCurve(tmp_path / "l", list(FIGURES), validation=False)
+    curve.row(0, FIGURES, None, 5e-4)
+    disk, curve.file = curve.file, open("/dev/full", "ab", buffering=0)
+    for step in (1, 2):
+        curve.row(step, FIGURES, None, 5e-4)
+    curve.file.close()
+    curve.file = disk
+    curve.row(3, FIGURES, None, 5e-4)
+    curve.close()
+    assert [int(line.split()[0]) for line in (tmp_path / "l").read_text().splitlines()[2:]] == [0, 1, 2, 3]
