@@ -119,13 +119,11 @@ def prepare(settings: Input, comm: Comm, options: Options, device: torch.device,
     if validation is not None:
         held_out = Loader(validation, Sampler(validation, seed ^ VALIDATION), model.needs, device, cache)
     run, restarted = run_name(source), options.restart is not None
-    consumed, sums = 0, None
+    job = Job(settings, state, loss, schedule, loader, held_out, numb_steps, seed, run, restarted, comm)
     if restarted and source is not None:
         old = state.step * comm.size * settings.training.acc_freq  # as checkpoints of version 1 mean it
-        consumed, sums = old if source.consumed is None else source.consumed, source.sum_since
-    return Job(
-        settings, state, loss, schedule, loader, held_out, numb_steps, seed, run, restarted, comm, consumed, sums
-    )
+        job.consumed, job.sum_since = old if source.consumed is None else source.consumed, source.sum_since
+    return job
 
 
 def check_labels(training: DataSet, loss: Loss, comm: Comm, split: bool) -> None:
