@@ -246,6 +246,9 @@ def _train(commands) -> None:
         "--workers", metavar="N", help="start N workers on this machine; auto: one per GPU, else cores / threads"
     )
     p.add_argument(
+        "--max-restarts", type=_count, default=0, metavar="K", help="with --workers: go on so often when one is lost"
+    )
+    p.add_argument(
         "--max-wall-time", metavar="TIME", help="save and end after this time since the start, such as 11:50:00"
     )
     p.add_argument("--engine", choices=ENGINES, default="auto", help="what carries data between workers")

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from types import FrameType
 
 import torch
@@ -30,6 +31,7 @@ LOOK = 0.05  # seconds between two looks at the workers
 LONGEST = 60_000  # characters of a report: what a socket takes without a reader
 LOST = 75  # exit code: a worker died or hangs, nobody's mistake, try again (EX_TEMPFAIL of sysexits.h)
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)  # would happen again
+AGAIN = (LOST, *(128 + s for s in CRASHES))
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -45,21 +47,29 @@ def worker_count(text: str) -> int:
     return int(text)
 
 
-def run_local_workers(n: int | str, argv: list[str]) -> int:
+def run_local_workers(
+    n: int | str, argv: list[str], restarts: int = 0, again: Callable[[], list[str]] | None = None
+) -> int:
     """Run the command `argv` as `n` workers on this host; the exit code of the first that failed, or 0.
 
-    The error a worker left with report() is shown once. Signals are passed on; a second ctrl-C kills all.
+    The error a worker left with report() is shown once. Signals are passed on; a second ctrl-C kills all. When a worker
+    was lost, the command that `again` gives is run, up to `restarts` times.
     """
     world = detect()
     if world.size > 1:
         raise UserError(
             f"--workers starts its own workers, but {world.started_by} started {world.size} already: use one of them."
         )
-    team = Team(worker_count(str(n)), argv)
-    try:
-        return team.wait()
-    finally:
-        team.close()
+    for attempt in range(restarts + 1):
+        team = Team(worker_count(str(n)), argv if attempt == 0 or again is None else again())
+        try:
+            code = team.wait()
+        finally:
+            team.close()
+        if code not in AGAIN or attempt == restarts:
+            return code
+        print(f"restart {attempt + 1} of {restarts}", file=sys.stderr, flush=True)
+    raise AssertionError("unreachable")
 
 
 class Worker:

@@ -43,7 +43,13 @@ def train(args: Namespace) -> int:
     if args.use_pretrain_script and not (args.init_model or args.init_frz_model or args.finetune):
         raise UserError("--use-pretrain-script needs a model: --finetune, --init-model or --init-frz-model.")
     if args.workers is not None and (worker_count(args.workers) > 1 or detect().size > 1):
-        return run_local_workers(args.workers, [sys.executable, "-m", "allforce", *without_workers(args.argv)])
+        command, begun = (
+            [sys.executable, "-m", "allforce", *without(args.argv, "--workers", "--max-restarts")],
+            time.time(),
+        )
+        return run_local_workers(args.workers, command, args.max_restarts, lambda: resumed(args.INPUT, command, begun))
+    if args.max_restarts:
+        raise UserError("--max-restarts belongs to --workers; other launchers have an option of their own.")
     world = detect()
     device, threads = devices.setup(world)
     wants_profile = args.comm_profile or os.environ.get("ALLFORCE_COMM_PROFILE", "0") != "0"
@@ -268,11 +274,22 @@ def give_up(error: BaseException, comm: CountedComm, collector: CollectHandler |
     return code
 
 
-def without_workers(argv: list[str]) -> list[str]:
-    """The command line that a worker is started with."""
+def resumed(input: str, command: list[str], begun: float) -> list[str]:
+    """The command that goes on from the newest intact checkpoint written since `begun`, else the same again."""
+    training = load_input(input).training
+    prefix = Path(training.save_dir or ".") / training.save_ckpt
+    if not any(path.stat().st_mtime >= begun for _, path in checkpoint.numbered(prefix)):
+        return command
+    start = ("-i", "--init-model", "-r", "--restart", "-f", "--init-frz-model", "-t", "--finetune")
+    flags = [word for word in without(command, *start) if word != "--use-pretrain-script"]
+    return [*flags, "--restart", str(checkpoint.find(prefix))]
+
+
+def without(argv: list[str], *options: str) -> list[str]:
+    """A command line without some options and their values."""
     kept, skip = [], False
     for word in argv:
-        if not skip and word != "--workers" and not word.startswith("--workers="):
+        if not skip and word not in options and not word.startswith(tuple(f"{o}=" for o in options)):
             kept.append(word)
-        skip = word == "--workers"
+        skip = not skip and word in options
     return kept

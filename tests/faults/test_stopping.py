@@ -94,6 +94,16 @@ def test_killed_at_any_moment_and_restarted(tmp_path, whole, launcher, ranks):
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".tmp") or name.startswith(".allforce")]
 
 
+def test_a_lost_worker_is_restarted(tmp_path, whole):
+    with Run(tmp_path, "workers", 2, "--max-restarts", "1", **STEPS) as run:
+        run.wait_for("Batch     210")
+        run.kill(1)
+        code, text = run.wait()
+    assert code == 0 and "restart 1 of 1" in text and "was ended by SIGKILL" in text, text
+    assert "restart from model model.ckpt-200.safetensors" in text, text
+    same(whole(2), tmp_path)
+
+
 def test_nothing_left_to_do_changes_nothing(whole):
     folder = whole(1)
     before = {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in folder.iterdir() if p.name not in ("output", "tmp")}
