@@ -43,10 +43,8 @@ def train(args: Namespace) -> int:
     if args.use_pretrain_script and not (args.init_model or args.init_frz_model or args.finetune):
         raise UserError("--use-pretrain-script needs a model: --finetune, --init-model or --init-frz-model.")
     if args.workers is not None and (worker_count(args.workers) > 1 or detect().size > 1):
-        command, begun = (
-            [sys.executable, "-m", "allforce", *without(args.argv, "--workers", "--max-restarts")],
-            time.time(),
-        )
+        begun, words = time.time(), without(args.argv, "--workers", "--max-restarts")
+        command = [sys.executable, "-m", "allforce", *words]
         return run_local_workers(args.workers, command, args.max_restarts, lambda: resumed(args.INPUT, command, begun))
     if args.max_restarts:
         raise UserError("--max-restarts belongs to --workers; other launchers have an option of their own.")

@@ -91,7 +91,7 @@ class FullValidation:
 
     def _keep(self, step: int, chosen: float) -> None:
         """Write the checkpoint when it is among the best of this run, remove what is so no longer."""
-        whole = self.job.state.checkpoint({**self.job.meta(), "validation": chosen})
+        whole = self.job.state.checkpoint({**self.job.meta(self.job.state.step), "validation": chosen})
         if self.comm.rank > 0:
             return
         kept = [(checkpoint.read(p).meta["validation"], p) for p in self._of_run(step - 1)]

@@ -7,7 +7,7 @@ import pytest
 
 from allforce import __version__, cli, logs
 from allforce.errors import UserError
-from allforce.train.entry import without_workers
+from allforce.train.entry import without
 
 
 @pytest.fixture(autouse=True)
@@ -116,8 +116,8 @@ def test_how_mistakes_end(monkeypatch, capsys, error, code, words):
 def test_workers_are_started_without_the_flag():
     line = ["train", "--workers", "4", "i.json", "-l", "x"]
     assert (
-        without_workers(line)
-        == without_workers(["train", "--workers=4", "i.json", "-l", "x"])
+        without(line, "--workers")
+        == without(["train", "--workers=4", "i.json", "-l", "x"], "--workers")
         == ["train", "i.json", "-l", "x"]
     )
 
