@@ -24,6 +24,7 @@ class LearningCurve:
         self.path, self.names, self.validation = Path(path), names, validation
         kept = self._rows_until(at) if at is not None else ""
         self.text = kept or self.header()  # what is not written yet
+        open(self.path, "ab").close()  # a folder that is not there, or closed to us, is an error
         write_whole(self.path, self.text.encode())
         self.text, self.full = "", False
         self.file = open(self.path, "ab", buffering=0)

@@ -23,8 +23,8 @@ def locked(folders: Iterable[Path]) -> Iterator[None]:
     held: list[tuple[int, Path]] = []
     try:
         for folder in sorted({folder.resolve() for folder in folders}):
-            folder.mkdir(parents=True, exist_ok=True)
-            held.append((_take(folder / NAME), folder / NAME))
+            if folder.is_dir():  # else nothing can be written there
+                held.append((_take(folder / NAME), folder / NAME))
         yield
     finally:
         for file, path in held:

@@ -101,6 +101,7 @@ def prepare(settings: Input, comm: Comm, options: Options, device: torch.device,
     if comm.rank == 0:
         for line in [line for d in (training, validation) if d is not None for line in d.summary()]:
             log.info(line)
+        open(options.output, "ab").close()  # a folder that is not there, or closed to us, is an error
         write_whole(options.output, (json.dumps(complete, indent=4, ensure_ascii=False) + "\n").encode())
         (Path(settings.training.save_dir or ".") / settings.training.save_ckpt).parent.mkdir(
             parents=True, exist_ok=True
