@@ -39,6 +39,7 @@ from allforce.pinn.metrics import Metrics
 from allforce.train.datasets import fingerprint
 from allforce.train.entry import give_up, run
 from allforce.train.source import Options
+from allforce.train.start import NothingToDo
 
 Data = Callable[[], Dataset]
 
@@ -169,7 +170,12 @@ class Estimator:
             self._write_params()
         restart = here.comm.gather(str(self.latest) if self.latest else None)[0]
         options = Options("params", str(self.model_dir / "out.json"), restart=restart)
-        job = run(input, options, *here, data=given)
+        try:
+            job = run(input, options, *here, data=given)
+        except NothingToDo:
+            return
+        if job.exit_code:  # asked to end by a signal
+            raise SystemExit(job.exit_code)
         self.trained = job.state.model, job.state.step
 
     def _sharding(self, systems: list[System], comm: Comm) -> str:

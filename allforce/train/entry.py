@@ -253,8 +253,8 @@ def give_up(error: BaseException, comm: CountedComm, collector: CollectHandler |
         comm.abort(130)
         return 130
     if isinstance(error, LostContact):
-        assert comm.watch is not None
-        comm.watch.wait_for_word()
+        if comm.watch is not None:
+            comm.watch.wait_for_word()
         text, code = f"{error}. All workers end.", LOST
     elif isinstance(error, UserError):
         text, code = f"dp train: error: rank {comm.rank} on {socket.gethostname()}: {error}", 2
