@@ -67,7 +67,7 @@ def test_train_and_evaluate(frames, tmp_path):
     after = train_and_evaluate(model, *specs(20))
     assert after["loss"] < 0.5 * before["loss"] and (before["global_step"], after["global_step"]) == (0, 20)
     train_and_evaluate(potential_model(params), *specs(30))  # goes on from the folder
-    assert model.evaluate(specs(30)[1].input_fn)["global_step"] == 30
+    assert get_model(tmp_path / "run").evaluate(specs(30)[1].input_fn)["global_step"] == 30
     assert yaml.safe_load((tmp_path / "run/params.yml").read_text())["network"]["name"] == "PiNet"
 
 
