@@ -15,6 +15,8 @@ from vesin import NeighborList
 from allforce.errors import UserError
 
 TOUCHING = 1e-3  # Å: closer than this, two atoms are on one place
+FARTHEST = 1e9  # Å: beyond it the library counts its cells wrong
+MOST_PAIRS = 5e7  # of one structure: a few GB
 
 _calculators = threading.local()  # a vesin calculator keeps its buffers and must not be shared by threads
 
@@ -37,13 +39,33 @@ def neighbor_list(
     if len(coord) == 0:
         return np.empty(0, np.int32), np.empty(0, np.int32), np.empty((0, 3))
     box = np.zeros((3, 3)) if cell is None else np.ascontiguousarray(cell, dtype=np.float64).reshape(3, 3)
-    if cell is not None and abs(np.linalg.det(box)) < 1e-9:
-        raise UserError(f"{where}: the cell {box.tolist()} has no volume. Its three vectors must be independent")
+    check_size(coord, box if cell is not None else None, rcut, where)
     try:
         pairs, r = _calculator(float(rcut), threads).compute(coord, box, cell is not None, "PD", copy=False)
     except RuntimeError as error:  # numbers that are not finite
         raise UserError(f"{where}: no neighbours can be found: {error}") from None
     return pairs[:, 0].astype(np.int32), pairs[:, 1].astype(np.int32), r if r.flags.owndata else r.copy()
+
+
+def check_size(coord: np.ndarray, box: np.ndarray | None, rcut: float, where: str) -> None:
+    """Numbers that cannot be right are refused before memory is asked for. The mean number of pairs in a periodic
+    structure is n²/V · 4π rcut³/3, images included.
+    """
+    for what, values in (("coordinate", coord), ("cell vector", coord if box is None else box)):
+        farthest = float(np.abs(values).max())
+        if farthest > FARTHEST:
+            raise UserError(f"{where}: a {what} of {farthest:.1e} Å cannot be right. Expected at most {FARTHEST:g} Å")
+    if box is None:
+        return
+    volume = abs(float(np.linalg.det(box)))
+    if volume < 1e-9:
+        raise UserError(f"{where}: the cell {box.tolist()} has no volume. Its three vectors must be independent")
+    pairs = len(coord) ** 2 / volume * 4 / 3 * np.pi * rcut**3
+    if pairs > MOST_PAIRS:
+        raise UserError(
+            f"{where}: about {pairs:.1e} pairs within {rcut} Å ({len(coord)} atoms in {volume:.1e} Å³). At most"
+            f" {MOST_PAIRS:g} are possible. Check the cell and its units, or take a smaller cutoff"
+        )
 
 
 def check_distances(i: np.ndarray, j: np.ndarray, r: np.ndarray, where: str, order: np.ndarray | None = None) -> float:

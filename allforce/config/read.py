@@ -11,17 +11,29 @@ import yaml
 
 from allforce.errors import UserError
 
+LARGEST = 1 << 26  # bytes of an input file
+MOST_NODES = 1_000_000  # values of a YAML file
+
 
 def read_file(path: Path) -> dict[str, Any]:
     """The object in a .json, .yaml or .yml file."""
     if path.suffix not in (".json", ".yaml", ".yml"):
         raise UserError(f"{path}: the name of an input file must end in .json, .yaml or .yml.")
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}: the input file cannot be read: it is not a file, but a folder, pipe or device.")
     try:
+        if (size := path.stat().st_size) > LARGEST:
+            raise UserError(f"{path}: the input file has {size} bytes, at most {LARGEST} are expected.")
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(f"{path}: the input file cannot be read: {reason}.") from None
-    data = _parse_json(text, path) if path.suffix == ".json" else _parse_yaml(text, path)
+    try:
+        data = _parse_json(text, path) if path.suffix == ".json" else _parse_yaml(text, path)
+    except RecursionError:
+        raise UserError(f"{path}: objects or lists in it are nested too deeply.") from None
+    except ValueError as error:  # a number of thousands of digits, a date that does not exist
+        raise UserError(f"{path}: a value in it cannot be read: {error}.") from None
     if not isinstance(data, dict):
         found = "nothing" if data is None else f"a {type(data).__name__}"
         raise UserError(
@@ -59,13 +71,33 @@ def _parse_yaml(text: str, path: Path) -> Any:
     try:
         loader = _Yaml(text)
         loader.name = str(path)
-        return loader.get_single_data()
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if (size := _expanded(node, {}, str(path))) > MOST_NODES:
+            raise UserError(
+                f"{path}: with its aliases written out it has {size:.1e} values, at most {MOST_NODES} are possible."
+            )
+        return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
         raise UserError(_syntax(path, "YAML", line, column, error.problem or str(error), text)) from None
     except yaml.YAMLError as error:
         raise UserError(f"{path}: this is not YAML: {error}.") from None
+
+
+def _expanded(node: yaml.Node, known: dict[int, int], where: str) -> int:
+    """Values below a node when every alias is replaced by what it stands for: a few lines can mean billions."""
+    if id(node) in known:
+        if known[id(node)] == 0:
+            raise UserError(f"{where}: an alias in line {node.start_mark.line + 1} contains itself.")
+        return known[id(node)]
+    known[id(node)] = 0
+    children = node.value if isinstance(node, yaml.CollectionNode) else ()
+    flat = (n for c in children for n in (c if isinstance(c, tuple) else (c,)))
+    known[id(node)] = 1 + sum(_expanded(child, known, where) for child in flat)
+    return known[id(node)]
 
 
 def _syntax(path: Path, kind: str, line: int, column: int, reason: str, text: str) -> str:

@@ -43,10 +43,26 @@ class NpyArray:
     stamp: int  # time of last change: a rewritten file is mapped anew
 
     def read(self) -> np.ndarray:
+        self._still_whole()
         return _memory_map(self)
 
     def row(self, k: int) -> np.ndarray:
-        return _memory_map(self)[k]
+        mapped = _memory_map(self)
+        self._still_whole()
+        return mapped[k]
+
+    def _still_whole(self) -> None:
+        """A mapped file that has become shorter would end the process (SIGBUS)."""
+        expected = self.offset + np.dtype(self.dtype).itemsize * math.prod(self.shape)
+        try:
+            size = os.stat(self.where).st_size
+        except OSError as error:
+            raise UserError(f"{self.where}: cannot be read any more ({error.strerror})") from None
+        if size < expected:
+            raise UserError(
+                f"{self.where}: the file was truncated while it was in use: it has {size} bytes, of {expected}. "
+                "Copy or write it again"
+            )
 
 
 def open_npy(path: str) -> NpyArray:

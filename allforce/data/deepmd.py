@@ -120,6 +120,8 @@ class DeepmdSystem(System):
         self.types = self._types(tree)
         self.natoms = len(self.types)
         self.type_names = tree.words("type_map.raw")
+        if twice := [name for name in self.type_names or () if (self.type_names or []).count(name) > 1]:
+            raise UserError(f"{self.name}/type_map.raw: {twice[0]} is there twice. Expected every name once")
         self.periodic = not tree.has("nopbc")
         names = tree.sets()
         if not names:
@@ -137,7 +139,7 @@ class DeepmdSystem(System):
             raise UserError(f"{self.name}: type.raw is missing, the file with the type of every atom")
         try:
             types = np.array(words, dtype=np.int64)
-        except ValueError:
+        except (ValueError, OverflowError):
             raise UserError(f"{self.name}/type.raw: expected whole numbers, one per atom, found {words[:8]}") from None
         if len(types) == 0:
             raise UserError(f"{self.name}/type.raw: is empty. Expected the type of every atom")
@@ -168,7 +170,10 @@ class DeepmdSystem(System):
             return check_finite(np.array(value, dtype=np.float64), s.name, f"{name}.npy", k_set).ravel()
 
         if self.mixed:
-            types = self._map(s.row("real_atom_types", k_set).ravel().astype(np.int64), f", frame {k}")
+            real = s.row("real_atom_types", k_set).ravel()
+            if (real != np.rint(real)).any():
+                raise UserError(f"{s.name}: real_atom_types.npy of frame {k_set} has numbers that are not whole")
+            types = self._map(real.astype(np.int64), f", frame {k}")
             if (types < 0).all():
                 raise UserError(
                     f"{s.name}: real_atom_types.npy of frame {k_set} has virtual atoms (-1) only. "
