@@ -162,7 +162,7 @@ def _unknown_type(where: str, kind: Any, known: list[str]) -> Mistake:
     allowed = f"allowed: {', '.join(map(quoted, known))}"
     if kind is None:
         text = f"required key is missing; {allowed}"
-    elif kind in unsupported.TYPES.get(where, ()):
+    elif kind in unsupported.TYPES.get(re.sub(r"/list/\d+$", "", where), ()):
         text = f"found {_show(kind)}; DeePMD-kit has this type, Allforce does not yet; {allowed}"
     else:
         text = f"found {_show(kind)}{_did_you_mean(kind, known)}; {allowed}"

@@ -42,10 +42,12 @@ def json_schema() -> dict[str, Any]:
         part = schema["$defs"][cls.__name__] if path else schema
         part["patternProperties"] = {"^_": {}}
         _allow(part["properties"], cls, unsupported.KEYS.get(path, {}))
-    for entry in schema["properties"].values():
-        if "oneOf" in entry:  # `type` has a default, so more than one may fit
-            entry["anyOf"] = entry.pop("oneOf")
-            entry.pop("discriminator", None)
+    for part in (schema, *schema["$defs"].values()):
+        for entry in part.get("properties", {}).values():
+            for choice in (entry, entry.get("items", {})):
+                if "oneOf" in choice:  # `type` has a default, so more than one may fit
+                    choice["anyOf"] = choice.pop("oneOf")
+                    choice.pop("discriminator", None)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 

@@ -8,7 +8,7 @@ from functools import reduce
 from operator import or_
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
@@ -55,7 +55,16 @@ class Section(BaseModel):
 def one_of(parts: Mapping[str, Any]) -> Any:
     """The annotation of a key whose object belongs to one of these parts, by its `type`: a choice of their `Config`."""
     choices = tuple(dict.fromkeys(part.Config for part in parts.values()))
-    return Annotated[reduce(or_, choices), Field(discriminator="type")] if len(choices) > 1 else choices[0]
+    if len(choices) == 1:
+        return choices[0]
+    first = choices[0]
+
+    def named(value: Any) -> Any:
+        """With its type, where the first of the choices is the default."""
+        unnamed = isinstance(value, dict) and "type" not in value and not first.type_required
+        return {**value, "type": first.model_fields["type"].default} if unnamed else value
+
+    return Annotated[reduce(or_, choices), Field(discriminator="type"), BeforeValidator(named)]
 
 
 class Words(NamedTuple):
@@ -124,9 +133,16 @@ def is_free(field: FieldInfo) -> bool:
     return bool(field.json_schema_extra["free"])  # type: ignore[index]
 
 
-def walk(cls: type[Section], path: str = "") -> Iterator[tuple[str, type[Section]]]:
-    """All objects of the input file with their paths, in the order of the schema."""
+def walk(
+    cls: type[Section], path: str = "", above: tuple[type[Section], ...] = ()
+) -> Iterator[tuple[str, type[Section]]]:
+    """All objects of the input file with their paths, in the order of the schema.
+
+    An object that is also a choice one level above (a descriptor in the list of `hybrid`) is told there, once.
+    """
     yield path, cls
     for name, field in cls.model_fields.items():
-        for inner in sections(field.annotation):
-            yield from walk(inner, f"{path}/{name}" if path else name)
+        choices = sections(field.annotation)
+        for inner in choices:
+            if inner not in above:
+                yield from walk(inner, f"{path}/{name}" if path else name, choices)

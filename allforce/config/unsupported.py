@@ -71,13 +71,13 @@ KEYS: dict[str, dict[str, Any]] = {
 TYPES: dict[str, tuple[str, ...]] = {
     "model": ("dpa4", "frozen", "pairtab", "pairwise_dprc", "linear_ener"),
     "model/descriptor": (
-        *("loc_frame", "se_e2_r", "se_r", "se_e3", "se_t", "se_at", "se_a_3be", "se_a_tpe", "se_a_ebd", "se_a_ebd_v2"),
-        *("se_a_tpe_v2", "se_a_mask", "se_e3_tebd", "se_atten", "dpa1", "se_atten_v2", "dpa2", "dpa3", "dpa4", "DPA4"),
-        *("dpa4c", "SeZM", "hybrid"),
+        *("loc_frame", "se_a_tpe", "se_a_ebd", "se_a_ebd_v2"),
+        *("se_a_tpe_v2", "se_a_mask", "se_e3_tebd", "dpa2", "dpa3", "dpa4", "DPA4"),
+        *("dpa4c", "SeZM"),
     ),
-    "model/fitting_net": ("dipole", "polar", "dos", "property", "population", "dpa4_ener"),
+    "model/fitting_net": ("dos", "property", "population", "dpa4_ener"),
     "optimizer": ("LKF", "AdaMuon"),
-    "loss": ("tensor", "ener_spin", "dos", "property", "population", "dens"),
+    "loss": ("ener_spin", "dos", "property", "population", "dens"),
 }
 
 # key -> other values it has there

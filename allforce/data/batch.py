@@ -60,6 +60,10 @@ LABELS: dict[str, tuple[bool, int]] = {
     "e_weight": (False, 1),
     "d_weight": (False, 1),
     "f_weights": (True, 3),
+    "atom_dipole": (True, 3),
+    "polarizability": (False, 9),
+    "atom_polarizability": (True, 9),
+    "atom_weight": (True, 1),
 }
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import os
+from itertools import combinations
 from typing import Protocol
 
 import h5py
@@ -109,6 +110,7 @@ def _canonical(name: str) -> str:
     return "atom_" + name[7:] if name.startswith("atomic_") else name
 
 
+OF_SELECTED = ("atom_dipole", "atom_polarizability", "atom_weight")  # may have rows of some types' atoms only
 USED = {"coord", "box", "fparam", "aparam", "numb_copy", "real_atom_types", *LABELS}
 
 
@@ -194,12 +196,31 @@ class DeepmdSystem(System):
 
     def _label(self, name: str, value: np.ndarray, where: str, k: int) -> np.ndarray:
         per_atom, width = LABELS[name]
+        if name in OF_SELECTED and value.size < width * self.natoms:
+            return self._of_selected(name, value.reshape(-1, width), where)
         if name == "atom_pref" and value.size == 3 * self.natoms:  # the form of DeePMD-kit's PyTorch side
             value = value.reshape(-1, 3)
             if (value != value[:, :1]).any():
                 raise UserError(f"{where}: atom_pref.npy of frame {k} has different weights for x, y, z of an atom")
             value = value[:, 0]
         return value.reshape(-1, width) if per_atom else value
+
+    def _of_selected(self, name: str, value: np.ndarray, where: str) -> np.ndarray:
+        """Rows (natoms, ·) from those of the atoms of some types: the ones whose atoms are as many as the rows."""
+        count = np.bincount(self.types)
+        kinds = np.flatnonzero(count)
+        many = self.mixed or len(kinds) > 12
+        subsets = [] if many else [c for n in range(1, len(kinds)) for c in combinations(kinds, n)]
+        fitting = [c for c in subsets if count[list(c)].sum() == len(value)]
+        if len(fitting) != 1:
+            raise UserError(
+                f"{where}: {name}.npy has {len(value)} of {self.natoms} atoms, and the types do not tell which "
+                f"({dict(zip(kinds.tolist(), count[kinds].tolist(), strict=True))} atoms of each). Write a row for "
+                "every atom, zeros for those that have none"
+            )
+        out = np.zeros((self.natoms, value.shape[1]))
+        out[np.isin(self.types, fitting[0])] = value
+        return out
 
 
 class Set:
@@ -258,6 +279,7 @@ def _width(name: str, array: DiskArray, rows: int, natoms: int) -> int:
         "numb_copy": [1],
         "real_atom_types": [natoms],
         "atom_pref": [natoms, 3 * natoms],
+        **{x: [width if 0 < width < each * natoms and width % each == 0 else each * natoms] for x in OF_SELECTED},
         "fparam": [width],
         "aparam": [width if width % natoms == 0 and width > 0 else natoms],
     }.get(name, [each * natoms if per_atom else each])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +17,10 @@ from allforce.data.batch import Frame
 from allforce.data.system import System
 from allforce.errors import UserError
 from allforce.infer.evaluate import AnyModel, Evaluator, Result
+from allforce.infer.metrics import Errors
 from allforce.infer.predict import DEFAULT
 from allforce.infer.systems import select_systems
+from allforce.infer.test_tensor import tensor_test
 
 log = logging.getLogger("deepmd.entrypoints.test")
 
@@ -42,32 +44,6 @@ WANTED = (*DEFAULT, "atomic energy", "dipole", "dipole norm")
 NOT_AVERAGED = ("atom_energy",)
 
 
-@dataclass
-class Errors:
-    """Σ w|d|, Σ w d² and Σ w of one quantity."""
-
-    absolute: float = 0.0
-    square: float = 0.0
-    weight: float = 0.0
-
-    def add(self, difference: np.ndarray, weight: np.ndarray | None = None) -> None:
-        w = np.ones_like(difference) if weight is None else weight
-        self.absolute += float(np.sum(w * np.abs(difference)))
-        self.square += float(np.sum(w * difference**2))
-        self.weight += float(np.sum(w))
-
-    def __add__(self, other: Errors) -> Errors:
-        return Errors(self.absolute + other.absolute, self.square + other.square, self.weight + other.weight)
-
-    @property
-    def mae(self) -> float:
-        return self.absolute / self.weight
-
-    @property
-    def rmse(self) -> float:
-        return float(np.sqrt(self.square / self.weight))
-
-
 def run_test(
     model: str,
     system: str | None = None,
@@ -82,9 +58,11 @@ def run_test(
 ) -> dict[str, Errors]:
     """Log the errors on every system and their average, which is also returned."""
     dp = AnyModel(model)
+    tensor = tensor_test(dp.model, detail_file)
     systems = select_systems(dp.get_type_map(), system, datafile, train_data, valid_data)
     rng = np.random.default_rng(rand_seed)
-    details = None if detail_file is None else Details(detail_file)
+    details = None if detail_file is None or tensor is not None else Details(detail_file)
+    show, own = (log_errors, NOT_AVERAGED) if tensor is None else (tensor.log, tensor.not_averaged)
     total: dict[str, Errors] = {}
     for one in systems:
         frames = chosen_frames(one, numb_test, rng if shuffle_test else None)
@@ -92,15 +70,18 @@ def run_test(
             details.system = one.name
         log.info("# ---------------output of dp test--------------- ")
         log.info("# testing system : %s", one.name)
-        errors = test_system(dp, one, frames, atomic, details)
+        if tensor is None:
+            errors = test_system(dp, one, frames, atomic, details)
+        else:
+            errors = tensor.system(one, frames, atomic)
         log.info("# number of test data : %d ", len(frames))
-        log_errors(errors)
+        show(errors)
         log.info("# ----------------------------------------------- ")
-        for name in errors.keys() - set(NOT_AVERAGED):
+        for name in errors.keys() - set(own):
             total[name] = total.get(name, Errors()) + errors[name]
     log.info("# ----------weighted average of errors----------- ")
     log.info("# number of systems : %d", len(systems))
-    log_errors(total)
+    show(total)
     log.info("# ----------------------------------------------- ")
     return total
 

@@ -5,5 +5,11 @@ from __future__ import annotations
 from allforce.losses.ener import EnerLoss
 from allforce.losses.loss import Loss
 from allforce.losses.pinn import PinnDipoleLoss, PinnLoss
+from allforce.losses.tensor import TensorLoss
 
-LOSSES: dict[str, type[Loss]] = {"ener": EnerLoss, "pinn": PinnLoss, "pinn_dipole": PinnDipoleLoss}
+LOSSES: dict[str, type[Loss]] = {
+    "ener": EnerLoss,
+    "pinn": PinnLoss,
+    "pinn_dipole": PinnDipoleLoss,
+    "tensor": TensorLoss,
+}

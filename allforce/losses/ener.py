@@ -10,7 +10,7 @@ is on when its start or its limit is non-zero, and off for a batch whose data ha
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Container, Iterator
 from typing import Literal
 
 import torch
@@ -98,8 +98,8 @@ class EnerLoss(Loss):
 
     Config = EnerLossConfig
 
-    def __init__(self, config: EnerLossConfig, start_lr: float):
-        super().__init__(config, start_lr)
+    def __init__(self, config: EnerLossConfig, start_lr: float, outputs: Collection[str] = ()):
+        super().__init__(config, start_lr, outputs)
         self.terms = [t for t in TERMS if any(getattr(config, f"{end}_pref_{t}") for end in ("start", "limit"))]
         mean = "mae" if config.loss_func == "mae" else "rmse"
         self.names = ["rmse"] + [f"{mean}_{t}" for t in self.terms]

@@ -7,7 +7,7 @@ The figures of any number of micro-batches follow from sums over them, which tra
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Collection, Container
 from math import nan, sqrt
 from typing import Any, ClassVar
 
@@ -28,7 +28,8 @@ class Loss:
     names: list[str]  # of the figures: "rmse" for the whole loss, then one for each term
     wanted: tuple[str, ...]  # outputs of the model that it looks at
 
-    def __init__(self, config: Any, start_lr: float):
+    def __init__(self, config: Any, start_lr: float, outputs: Collection[str] = ()):
+        """outputs: what the model predicts, for a loss that suits itself to it."""
         self.config, self.start_lr = config, start_lr
         self._weights: dict[tuple, Tensor] = {}
 

@@ -1,6 +1,6 @@
-"""The energy fitting net: one net per type of the centre atom, or one for all where the descriptor holds the type.
+"""The energy fitting net (net_fitting.py).
 
-e_i = net_τ([D_i, (fparam − avg)/std, (aparam − avg)/std]) − [net_τ with D = 0, if atom_ener[τ] is given] + bias_τ
+e_i = net_τ(…) − [net_τ with D = 0, if atom_ener[τ] is given] + bias_τ
 """
 
 from __future__ import annotations
@@ -10,50 +10,26 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from allforce.config.keys import (
-    ACTIVATION_HELP,
-    PRECISION_HELP,
-    SEED_HELP,
-    Activation,
-    Int,
-    Positive,
-    Precision,
-    Seed,
-    per_type,
-)
-from allforce.config.section import Section, key
+from allforce.config.keys import per_type
+from allforce.config.section import key
 from allforce.data.batch import Batch
 from allforce.data.sample import Sample
 from allforce.errors import UserError
 from allforce.models.bias import EnergyBias, energy_bias, fit_energy_bias
 from allforce.models.fitting import EnergyFitting
-from allforce.models.layers import DTYPES, Net, generator
+from allforce.models.net_fitting import NetConfig, NetFitting
 from allforce.models.scalar_net import value_and_gradient
-from allforce.models.serial import collection, copy_array, copy_nets, nets_from_pt, precision_of, refuse, to_numpy
+from allforce.models.serial import copy_array, to_numpy
 
 ISOLATED = "isolated"  # as atom_ener: the data says
-STATISTICS = ("fparam_avg", "fparam_inv_std", "aparam_avg", "aparam_inv_std")
 
 
-class EnerConfig(Section):
+class EnerConfig(NetConfig):
     """Net from descriptor to atomic energy, one per type."""
 
     type: Literal["ener"] = key("ener", 'What is fitted: "ener", the energy.')
-    numb_fparam: Int = key(0, "Number of frame parameters (fparam.npy).", ge=0)
-    numb_aparam: Int = key(0, "Number of atomic parameters (aparam.npy).", ge=0)
-    default_fparam: list[float] | None = key(
-        None, "Frame parameters of data that have none; numb_fparam numbers.", free=True
-    )
-    neuron: list[Positive] = key(
-        [120, 120, 120],
-        "Widths of the hidden layers. Layers of equal width get a skip connection.",
-        aliases=("n_neuron",),
-    )
-    activation_function: Activation = key("tanh", ACTIVATION_HELP)
-    precision: Precision = key("default", PRECISION_HELP)
-    resnet_dt: bool = key(True, "A trained step width in the skip connections.")
     trainable: bool | list[bool] = key(
         True,
         "Whether the net is trained; or a list, one for each hidden layer and one for the output layer.",
@@ -65,7 +41,6 @@ class EnerConfig(Section):
         ge=0,
         free=True,
     )
-    seed: Seed = key(None, SEED_HELP, free=True)
     atom_ener: Literal["isolated"] | list[float | None] = key(
         [],
         "Energy of each type in vacuum, in eV (null: not given): the net gives exactly this for an atom "
@@ -89,84 +64,34 @@ class EnerConfig(Section):
                 f"has {len(self.trainable)} entries; expected {layers}, one for each layer of neuron and one for the "
                 f"output layer",
             )
-        if self.default_fparam is not None and len(self.default_fparam) != self.numb_fparam:
-            yield "default_fparam", f"has {len(self.default_fparam)} numbers, but numb_fparam is {self.numb_fparam}"
+        yield from super().problems()
         if self.use_aparam_as_mask and self.numb_aparam == 0:
             yield "use_aparam_as_mask", "is true, but numb_aparam is 0"
 
 
-class EnerFitting(EnergyFitting):
+class EnerFitting(NetFitting, EnergyFitting):
     """Atomic energies, and their gradient with respect to the descriptor."""
 
     Config = EnerConfig
 
     bias_atom_e: Tensor  # (nt,)
-    fparam_avg: Tensor  # (numb_fparam,)
-    fparam_inv_std: Tensor
-    aparam_avg: Tensor  # (numb_aparam,)
-    aparam_inv_std: Tensor
 
     def __init__(self, config: EnerConfig, ntypes: int, dim: int, dim_vectors: int = 0, mixed_types: bool = False):
         super().__init__(config, ntypes, dim, dim_vectors, mixed_types)
-        self.dtype = DTYPES[config.precision]
-        self.numb_fparam, self.numb_aparam = config.numb_fparam, config.numb_aparam
-        self.default_fparam = config.default_fparam
-        extra = config.numb_fparam + (0 if config.use_aparam_as_mask else config.numb_aparam)
-        act, dt = config.activation_function, config.resnet_dt
-        self.nets: list[Net] = nn.ModuleList(  # type: ignore[assignment]
-            Net(dim + extra, config.neuron, act, dt, self.dtype, generator(config.seed, 1, t), 1)
-            for t in range(1 if mixed_types else ntypes)
-        )
-        for net in self.nets:
-            for layer, flag in zip(net.layers, self.trainable, strict=True):
-                layer.requires_grad_(flag)
         known = config.vacuum_energies or [None] * ntypes
         self.vacuum = [config.atom_ener == ISOLATED or energy is not None for energy in known]
-
-        def buffer(name: str, n: int, value: float) -> None:
-            self.register_buffer(name, torch.full((n,), value, dtype=torch.float64))
-
-        buffer("bias_atom_e", ntypes, 0.0)
-        buffer("fparam_avg", config.numb_fparam, 0.0)
-        buffer("fparam_inv_std", config.numb_fparam, 1.0)
-        buffer("aparam_avg", config.numb_aparam, 0.0)
-        buffer("aparam_inv_std", config.numb_aparam, 1.0)
+        self.register_buffer("bias_atom_e", torch.zeros(ntypes, dtype=torch.float64))
 
     @classmethod
     def complete(cls, config: EnerConfig, before: EnerConfig) -> EnerConfig:
         isolated = config.atom_ener == ISOLATED
         return config.model_copy(update={"atom_ener": before.atom_ener}) if isolated else config
 
-    @property
-    def trainable(self) -> list[bool]:
-        """Of each layer."""
-        flags = self.config.trainable
-        return list(flags) if isinstance(flags, list) else [flags] * (len(self.config.neuron) + 1)
-
     # ---- the equation
-
-    def parameters_of_atoms(self, batch: Batch) -> list[Tensor]:
-        """Normalised frame and atomic parameters, each (N, ·)."""
-        out = []
-        if self.config.numb_fparam:
-            assert batch.fparam is not None
-            out.append(((batch.fparam - self.fparam_avg) * self.fparam_inv_std)[batch.frame])
-        if self.config.numb_aparam and not self.config.use_aparam_as_mask:
-            assert batch.aparam is not None
-            out.append((batch.aparam - self.aparam_avg) * self.aparam_inv_std)
-        return [p.to(self.dtype) for p in out]
-
-    def inputs(self, D: Tensor, batch: Batch) -> tuple[Tensor, tuple[int, ...]]:
-        """What the nets take (N, ·), and how many rows belong to each net."""
-        x = D.to(self.dtype)
-        if extra := self.parameters_of_atoms(batch):
-            x = torch.cat([x, *extra], dim=1)
-        return x, (len(x),) if self.mixed_types else batch.type_counts
 
     def forward(self, D: Tensor, batch: Batch) -> Tensor:
         x, counts = self.inputs(D, batch)
-        e = torch.cat([net(part)[:, 0] for net, part in zip(self.nets, x.split(counts), strict=True)])
-        return self.with_constants(e, x, batch)
+        return self.with_constants(self.values(x, counts)[:, 0], x, batch)
 
     def with_gradient(self, D: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """e (N,) in float64, and ∂e_i/∂D_i (N, M) in the precision of D."""
@@ -200,19 +125,10 @@ class EnerFitting(EnergyFitting):
         else:
             found = EnergyBias(known[0][:, 0], known[1][:, 0], None)
         self.bias_atom_e.copy_(torch.from_numpy(found.bias))
-        for name, width in (("fparam", self.numb_fparam), ("aparam", self.numb_aparam)):
-            if width:
-                self.fit_parameters(sample, name, width, section.data_stat_protect)
+        super().fit_statistics(sample, section)
         if found.rmse is None:
             return []
         return [f"RMSE of energy per atom after linear regression is: {found.rmse} in the unit of energy."]
-
-    def fit_parameters(self, sample: Sample, name: str, width: int, protect: float) -> None:
-        """Mean and 1/deviation of the frame or atomic parameters."""
-        sums = sample.file.once(name, lambda: parameter_sums(sample, name, width))
-        mean, inverse = parameter_normalisation(sums, protect)
-        getattr(self, f"{name}_avg").copy_(torch.from_numpy(mean))
-        getattr(self, f"{name}_inv_std").copy_(torch.from_numpy(inverse))
 
     def change_bias(self, counts: np.ndarray, missing: np.ndarray, excluded: list[int], mode: str) -> list[str]:
         """mode change: bias += least squares of what is missing; set: bias = that of the labels."""
@@ -234,62 +150,22 @@ class EnerFitting(EnergyFitting):
     # ---- in files
 
     def to_tree(self, type_map: list[str]) -> dict[str, Any]:
+        out = super().to_tree(type_map)
+        out["@variables"]["bias_atom_e"] = to_numpy(self.bias_atom_e)[:, None]
         c = self.config
-        shared = {"activation_function": c.activation_function.lower(), "precision": precision_of(self.nets)}
-        settings = {"out_dim": 1, "neuron": list(c.neuron), "resnet_dt": c.resnet_dt, "bias_out": True, **shared}
-        ndim = 0 if self.mixed_types else 1
-        counts = {"fparam": c.numb_fparam, "aparam": c.numb_aparam}
-        statistics = {n: to_numpy(getattr(self, n)) if counts[n[:6]] else None for n in STATISTICS}
-        return {
-            "@class": "Fitting",
-            "type": "ener",
-            "@version": 4,
-            "var_name": "energy",
-            "ntypes": self.ntypes,
-            "dim_descrpt": self.dim,
-            "mixed_types": self.mixed_types,
-            "dim_out": 1,
-            "neuron": list(c.neuron),
-            "resnet_dt": c.resnet_dt,
-            "numb_fparam": c.numb_fparam,
-            "numb_aparam": c.numb_aparam,
-            "dim_case_embd": 0,
-            "default_fparam": c.default_fparam,
-            "rcond": c.rcond,
-            "tot_ener_zero": False,
-            "trainable": self.trainable,
-            "atom_ener": c.vacuum_energies,
-            **shared,
-            "layer_name": None,
-            "use_aparam_as_mask": c.use_aparam_as_mask,
-            "spin": None,
-            "exclude_types": [],
-            "nets": collection(self.nets, "fitting_network", ndim, self.ntypes, settings, self.trainable),
-            "@variables": {"bias_atom_e": to_numpy(self.bias_atom_e)[:, None], **statistics, "case_embd": None},
-            "type_map": type_map,
-        }
+        return out | {"var_name": "energy", "dim_out": 1, "rcond": c.rcond, "atom_ener": c.vacuum_energies}
 
     @classmethod
     def section_from_tree(cls, tree: dict[str, Any], source: str) -> dict[str, Any]:
-        refuse(tree, {"spin": None, "tot_ener_zero": False, "layer_name": None, "dim_case_embd": 0}, source)
         section = super().section_from_tree(tree, source)
         energies = section.pop("atom_ener", None)  # DeePMD-kit writes null where none is given
         if energies is not None:
             section["atom_ener"] = [None if x is None else float(np.ravel(x)[0]) for x in energies]
         return section
 
-    def load_tree(self, tree: dict[str, Any], out_bias: Any, source: str) -> None:
-        refuse(tree, {"mixed_types": self.mixed_types}, source)
-        copy_nets(self.nets, tree["nets"]["networks"], f"{source}: fitting net")
-        self.load_variables(tree["@variables"], out_bias, source)
-
-    def load_pt(self, state: dict[str, Tensor], prefix: str, out_bias: Any, source: str) -> None:
-        copy_nets(self.nets, nets_from_pt(state, f"{prefix}.filter_layers", source), f"{source}: fitting net")
-        stored = {n: state.get(f"{prefix}.{n}") for n in ("bias_atom_e", *STATISTICS)}
-        self.load_variables({n: None if x is None else to_numpy(x) for n, x in stored.items()}, out_bias, source)
-
     def load_variables(self, stored: dict[str, Any], out_bias: Any, source: str) -> None:
         """bias_τ = bias_atom_e[τ] + out_bias[τ], what DeePMD-kit's backends keep in two places."""
+        super().load_variables(stored, out_bias, source)
         total = np.zeros(self.ntypes)
         for name, part in (("bias_atom_e", stored.get("bias_atom_e")), ("out_bias", out_bias)):
             if part is None:
@@ -298,9 +174,6 @@ class EnerFitting(EnergyFitting):
                 raise UserError(f"{source}: {name} has shape {np.shape(part)}, expected {total.size} values.")
             total += np.asarray(part, dtype=np.float64).reshape(total.size)
         copy_array(self.bias_atom_e, total, f"{source}: bias")
-        for name in STATISTICS:
-            if stored.get(name) is not None:
-                copy_array(getattr(self, name), stored[name], f"{source}: {name}")
 
 
 def isolated_energies(sample: Sample, type_map: list[str]) -> list[float]:
@@ -312,22 +185,3 @@ def isolated_energies(sample: Sample, type_map: list[str]) -> list[float]:
             f"of {', '.join(missing)} alone, without neighbours. Add such frames, or give the energies as a list."
         )
     return [found[t] for t in range(len(type_map))]
-
-
-def parameter_sums(sample: Sample, name: str, width: int) -> np.ndarray:
-    """(width, 3): [count, sum, sum of squares] of the parameters, over frames (fparam) or atoms (aparam)."""
-
-    def rows() -> Iterator[np.ndarray]:
-        for frame, _ in sample.prepared():
-            value = getattr(frame, name).reshape(-1, width)
-            yield np.stack([np.full(width, len(value)), value.sum(axis=0), (value**2).sum(axis=0)], axis=1).ravel()
-
-    return sample.sum_rows(rows(), width * 3).reshape(width, 3)
-
-
-def parameter_normalisation(sums: np.ndarray, protect: float) -> tuple[np.ndarray, np.ndarray]:
-    """(mean, 1/std) of parameters; a deviation below `protect` is taken for it."""
-    count, total, squares = sums.T
-    mean = total / np.maximum(count, 1)
-    std = np.sqrt(np.maximum(squares / np.maximum(count, 1) - mean**2, 0))
-    return mean, 1 / np.maximum(std, protect)

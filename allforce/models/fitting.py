@@ -41,6 +41,9 @@ class Fitting(nn.Module):
         """What is wanted from D (N, dim) and vectors (N, dim_vectors, 3); an energy fitting has no use for it."""
         raise NotImplementedError
 
+    def exclude(self, types: list[int]) -> None:
+        """Atoms of these types (model/atom_exclude_types) have none of what `predict` gives."""
+
     # ---- from the data
 
     def fit_statistics(self, sample: Sample, section: Any) -> list[str]:

@@ -25,7 +25,11 @@ NEWEST = {
     "EmbeddingNetwork": 2,
     "FittingNetwork": 1,
     "Layer": 2,
+    "LayerNorm": 1,
+    "NeighborGatedAttention": 1,
+    "TypeEmbedNet": 2,
 }
+NEWEST_OF_TYPE = {("Fitting", "polar"): 5, ("Fitting", "property"): 6}
 
 
 def to_numpy(x: Tensor) -> np.ndarray:
@@ -57,9 +61,10 @@ def check_versions(node: Any, source: str) -> None:
     if not isinstance(node, dict):
         return
     kind, found = node.get("@class"), node.get("@version", 1)
-    if kind in NEWEST and found > NEWEST[kind]:
+    newest = NEWEST_OF_TYPE.get((kind, node.get("type")), NEWEST.get(kind))  # type: ignore[arg-type]
+    if newest is not None and found > newest:
         raise UserError(
-            f"{source}: {kind} has version {found}, the newest one known here is {NEWEST[kind]}. "
+            f"{source}: {kind} has version {found}, the newest one known here is {newest}. "
             "The file comes from a newer DeePMD-kit; write it with DeePMD-kit 3.2 or update Allforce."
         )
     for child in node.values():
@@ -71,6 +76,14 @@ def refuse(part: dict[str, Any], neutral: dict[str, Any], source: str) -> None:
     for key, value in neutral.items():
         if part.get(key) not in (value, None):
             raise UserError(f"{source}: '{key}': {part[key]!r} is not supported. Supported: {value!r}.")
+
+
+def part_named(key: str, kind: Any, parts: Any, source: str) -> Any:
+    """The class of a part by its type or another name of it."""
+    for part in parts.values():
+        if kind in (part.Config.model_fields["type"].default, *part.Config.type_aliases):
+            return part
+    raise UserError(f"{source}: {key} of type '{kind}' is not supported. Supported: {', '.join(parts)}.")
 
 
 def copy_array(target: Tensor, value: Any, where: str) -> None:
@@ -163,21 +176,22 @@ def collection(nets: Any, kind: str, ndim: int, ntypes: int, settings: dict, tra
 
 
 def layers_tree(net: Net, precision: str, trainable: list[bool]) -> list[dict]:
-    return [
-        {
-            "@class": "Layer",
-            "@version": 2,
-            "bias": True,
-            "use_timestep": layer.idt is not None,
-            "activation_function": layer.activation.lower(),
-            "resnet": bool(layer.resnet),
-            "precision": precision,
-            "trainable": flag,
-            "@variables": {
-                "w": to_numpy(layer.w),
-                "b": to_numpy(layer.b),
-                "idt": None if layer.idt is None else to_numpy(layer.idt),
-            },
-        }
-        for layer, flag in zip(net.layers, trainable, strict=True)
-    ]
+    return [layer_tree(layer, precision, flag) for layer, flag in zip(net.layers, trainable, strict=True)]
+
+
+def layer_tree(layer: Layer, precision: str, trainable: bool) -> dict:
+    return {
+        "@class": "Layer",
+        "@version": 2,
+        "bias": True,
+        "use_timestep": layer.idt is not None,
+        "activation_function": layer.activation.lower(),
+        "resnet": bool(layer.resnet),
+        "precision": precision,
+        "trainable": trainable,
+        "@variables": {
+            "w": to_numpy(layer.w),
+            "b": to_numpy(layer.b),
+            "idt": None if layer.idt is None else to_numpy(layer.idt),
+        },
+    }

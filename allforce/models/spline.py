@@ -58,9 +58,13 @@ class Grid:
         """Interval (E,), values and slopes (E, WIDTH) of the splines that are not zero at x (E,)."""
         z = (x - self.lo) / self.h
         b = z.floor().clamp(0, self.K - DEGREE - 1)
-        powers = (z - b)[:, None] ** torch.arange(WIDTH, device=x.device)  # (E, WIDTH)
+        u = z - b
+        powers = [torch.ones_like(u), u]  # by products: u ** k has no second derivative at u = 0
+        while len(powers) < WIDTH:
+            powers.append(powers[-1] * u)
+        columns = torch.stack(powers, 1)  # (E, WIDTH)
         value, slope = on_device(x.dtype, x.device, self.h)
-        return b.long(), powers @ value.T, powers @ slope.T
+        return b.long(), columns @ value.T, columns @ slope.T
 
     def collocation_inverse(self) -> np.ndarray:
         """(K, K) M⁻¹ with M_nk = B_k(node n)."""

@@ -19,15 +19,19 @@ from allforce.data.prepare import Needs
 from allforce.data.sample import Sample
 from allforce.errors import UserError
 from allforce.models.descriptor import Descriptor
+from allforce.models.descriptors import PLAIN
+from allforce.models.dipole import DipoleFitting
 from allforce.models.ener import EnerFitting
 from allforce.models.fitting import EnergyFitting, Fitting
+from allforce.models.hybrid import Hybrid
 from allforce.models.model import CountNeighbors
+from allforce.models.polar import PolarFitting
 from allforce.models.potential import Potential
-from allforce.models.se_e2_a import SeE2A
+from allforce.models.serial import part_named
 from allforce.models.table import TableConfig
 
-DESCRIPTORS: dict[str, type[Descriptor]] = {"se_e2_a": SeE2A}
-FITTINGS: dict[str, type[Fitting]] = {"ener": EnerFitting}
+DESCRIPTORS: dict[str, type[Descriptor]] = {**PLAIN, "hybrid": Hybrid}
+FITTINGS: dict[str, type[Fitting]] = {"ener": EnerFitting, "dipole": DipoleFitting, "polar": PolarFitting}
 
 if TYPE_CHECKING:
     AnyDescriptor = Any
@@ -95,6 +99,7 @@ class StandardModel(Potential):
             config.fitting_net, ntypes, d.dim, d.dim_vectors, d.mixed_types
         )
         self.dim_descriptor = d.dim
+        self.fitting.exclude(config.atom_exclude_types)
         self.outputs = (*self.fitting.outputs, "descriptor")
         keep = torch.ones(ntypes, dtype=torch.float64)
         keep[config.atom_exclude_types] = 0.0
@@ -237,7 +242,8 @@ class StandardModel(Potential):
             seed = (script.get(name) or {}).get("seed")
             if seed is not None:
                 part["seed"] = seed
-        if set(tree["fitting"].get("exclude_types") or ()) - set(tree.get("atom_exclude_types") or ()):
+        excluded = set(tree["fitting"].get("exclude_types") or ()) - set(tree.get("atom_exclude_types") or ())
+        if excluded and "sel_type" not in parts["fitting_net"]:
             raise UserError(
                 f"{source}: 'exclude_types' of the fitting is not supported; use the model's atom_exclude_types."
             )
@@ -301,11 +307,3 @@ def silenced(fitting: dict[str, Any], excluded: list[int]) -> dict[str, Any]:
         last |= {name: np.zeros_like(last[name]) for name in ("w", "b")}
     left = np.isin(np.arange(len(bias)), excluded, invert=True)
     return {**fitting, "@variables": {**fitting["@variables"], "bias_atom_e": bias * left[:, None]}}
-
-
-def part_named(key: str, kind: Any, parts: Any, source: str) -> Any:
-    """The class of a part by its type or another name of it."""
-    for part in parts.values():
-        if kind in (part.Config.model_fields["type"].default, *part.Config.type_aliases):
-            return part
-    raise UserError(f"{source}: {key} of type '{kind}' is not supported. Supported: {', '.join(parts)}.")

@@ -106,11 +106,11 @@ def prepare(settings: Input, comm: Comm, options: Options, device: torch.device,
         (Path(settings.training.save_dir or ".") / settings.training.save_ckpt).parent.mkdir(
             parents=True, exist_ok=True
         )
-    loss = LOSSES[settings.loss.type](settings.loss, settings.learning_rate.start_lr)
+    model = MODELS[section.type](section)
+    loss = LOSSES[settings.loss.type](settings.loss, settings.learning_rate.start_lr, model.outputs)
     check_labels(training, loss, comm, split)
     schedule = Schedule(settings.learning_rate, numb_steps, comm.size, getattr(settings.loss, "schedule", "lr"))
     sampler = make_sampler(training, seed, settings.training.sharding, comm.rank)
-    model = MODELS[section.type](section)
     model.min_nbor_dist = nearest
     check_outputs(model, loss, settings)
     cache = make_cache(settings.training.cache_memory, comm)

@@ -210,11 +210,15 @@ def all_aliases() -> list[tuple[str, str, str]]:
 @pytest.mark.parametrize(("path", "name", "alias"), all_aliases())
 def test_every_alias_means_its_key(path: str, name: str, alias: str) -> None:
     values = {"axis_neuron": 7, "neuron": [3, 3], "numb_steps": 77, "numb_epoch": 3.5, "numb_btch": 6}
+    values |= {"smooth_type_embedding": True, "sel_type": [1]}
     values |= {"auto_prob": "prob_uniform", "sys_probs": [0.2, 0.3, 0.5], "momentum": 0.8}
     node = (path + "/").replace("/", "__")
     drop = {"training__numb_steps": REMOVE} if name in ("numb_steps", "numb_epoch") else {}
     drop |= {f"{node}{name}": REMOVE} if name in ("axis_neuron", "neuron", "numb_btch") else {}
     drop |= {"optimizer__type": "HybridMuon"} if name == "momentum" else {}
+    drop |= {"model__descriptor__type": "se_atten"} if name == "smooth_type_embedding" else {}
+    kind = {"dipole_type": "dipole", "pol_type": "polar"}.get(alias)
+    drop |= {"model__fitting_net__type": kind} if kind else {}
     config: Any = parse_input(water(**drop, **{node + alias: values[name]}))
     for part in path.split("/"):
         config = getattr(config, part)
@@ -394,7 +398,7 @@ def test_precision_is_resolved_when_the_input_is_read(given: Any, monkeypatch: p
         ({"training__validation_data": "data"}, "training/validation_data", "expected an object or null"),
         ({"training__disp_training": "yes"}, "training/disp_training", 'found "yes"; expected true or false'),
         # values that are not among those allowed
-        ({"model__descriptor__type": "se_e2_b"}, "model/descriptor/type", 'found "se_e2_b" (did you mean se_e2_a?)'),
+        ({"model__descriptor__type": "se_e2_b"}, "model/descriptor/type", 'found "se_e2_b" (did you mean se_e2_'),
         ({"model__descriptor__type": 3}, "model/descriptor/type", 'found 3; allowed: "se_e2_a"'),
         ({"optimizer__type": "adam"}, "optimizer/type", 'did you mean Adam?); allowed: "Adam", "AdamW", "HybridMuon"'),
         ({"model__descriptor__precision": "float6"}, "model/descriptor/precision", "did you mean float64?"),
@@ -514,7 +518,7 @@ def test_mistake(changes: dict[str, Any], path: str, words: str) -> None:
 def test_all_mistakes_at_once() -> None:
     text = mistake(
         model__descriptor__rcut="six",
-        model__fitting_net__type="dipole",
+        model__fitting_net__type="population",
         training__training_data__batchsize=1,
         training__disp_freq=-1,
         learning_rate__stop_lr=1.0,
@@ -570,15 +574,15 @@ def test_long_values_are_cut() -> None:
 @pytest.mark.parametrize(
     ("changes", "path"),
     [
-        ({"model__descriptor__type": "se_atten"}, "model/descriptor/type"),
-        ({"model__descriptor__type": "hybrid"}, "model/descriptor/type"),
+        ({"model__descriptor__type": "dpa2"}, "model/descriptor/type"),
+        ({"model__descriptor__type": "loc_frame"}, "model/descriptor/type"),
         ({"model__type": "pairtab"}, "model/type"),
-        ({"model__fitting_net__type": "polar"}, "model/fitting_net/type"),
+        ({"model__fitting_net__type": "population"}, "model/fitting_net/type"),
         ({"model__spin": {"use_spin": [True]}}, "model/spin"),
         ({"model__modifier": {"type": "dipole_charge"}}, "model/modifier"),
         ({"model__type_embedding": {"neuron": [8]}}, "model/type_embedding"),
         ({"model__fitting_net__dim_case_embd": 2}, "model/fitting_net/dim_case_embd"),
-        ({"loss__type": "tensor"}, "loss/type"),
+        ({"loss__type": "dens"}, "loss/type"),
         ({"loss__start_pref_gf": 1}, "loss/start_pref_gf"),
         ({"optimizer__type": "LKF"}, "optimizer/type"),
         ({"training__opt_type": "LKF"}, "optimizer/type"),

@@ -1,0 +1,112 @@
+"""Attention among the neighbours of an atom, as se_atten gates its embedding with it.
+
+[q, k, v] = G W_in + b_in,  each divided by its length if `normalize`       G: rows of the neighbours of one atom
+a_jk = α q_j·k_k            α = temperature, or 1/√(h · scaling_factor)
+smooth:      a ← softmax_k((a + 20) w_j w_k − 20) w_j w_k                   an empty slot has w = 0 and stays in the sum
+not smooth:  a ← softmax_k(a)  over neighbours
+dotr:        a_jk ← a_jk n_j·n_k                                            n = r/|r|
+G ← LayerNorm(G + (a v) W_out + b_out)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from allforce.models.layers import Layer
+from allforce.models.serial import copy_array, copy_layer, layer_tree, to_numpy
+
+SHIFT = 20.0  # of the smooth softmax
+
+
+@dataclass
+class Neighbors:
+    """Of each of N atoms at most n neighbours, one beside the other."""
+
+    mask: Tensor  # (N, n) bool, False where there is none
+    w: Tensor  # (N, n) switch function, 0 where there is none
+    unit: Tensor  # (N, n, 3) r/|r|
+    empty: Tensor  # (N,) slots of `sel` without a neighbour, of which n − Σ mask are among the n
+
+
+class AttentionLayer(nn.Module):
+    """One layer, with one head."""
+
+    def __init__(self, config: Any, width: int, rng: np.random.Generator, dtype: torch.dtype):
+        super().__init__()
+        h = config.attn
+        self.hidden, self.config = h, config
+        self.in_proj = Layer(width, 3 * h, "none", False, False, rng, dtype)
+        self.out_proj = Layer(h, width, "none", False, False, rng, dtype)
+        self.norm_w = nn.Parameter(torch.ones(width, dtype=dtype), requires_grad=config.trainable_ln)
+        self.norm_b = nn.Parameter(torch.zeros(width, dtype=dtype), requires_grad=config.trainable_ln)
+        self.eps = 1e-5 if config.ln_eps is None else config.ln_eps
+        self.alpha = config.temperature or (h * config.scaling_factor) ** -0.5
+
+    def forward(self, G: Tensor, at: Neighbors) -> Tensor:
+        """G (N, n, M1) -> the same."""
+        qkv = self.in_proj(G.flatten(0, 1)).view(*G.shape[:2], 3, self.hidden)
+        if self.config.normalize:
+            qkv = F.normalize(qkv, dim=-1)
+        q, k, v = qkv.unbind(2)
+        a = self.alpha * (q @ k.transpose(1, 2))  # (N, n, n)
+        a = self.softmax(a, at)
+        if self.config.attn_dotr:
+            a = a * (at.unit @ at.unit.transpose(1, 2))
+        out = self.out_proj((a @ v).flatten(0, 1)).view_as(G)
+        return self.norm(G + out)
+
+    def softmax(self, a: Tensor, at: Neighbors) -> Tensor:
+        if not self.config.smooth:
+            a = a.masked_fill(~at.mask[:, None, :], -torch.inf)
+            lonely = ~at.mask.any(1)[:, None, None]  # no key at all: softmax would give nan
+            return torch.softmax(a.masked_fill(lonely, 0.0), dim=-1) * at.mask[:, :, None]
+        ww = at.w[:, :, None] * at.w[:, None, :]
+        a = (a + SHIFT) * ww - SHIFT
+        top = a.detach().amax(-1, keepdim=True).clamp(min=-SHIFT)
+        beyond = (at.empty - (~at.mask).sum(1)).clamp(min=0)[:, None, None]  # empty slots that are not among the n
+        e = torch.exp(a - top)
+        return e / (e.sum(-1, keepdim=True) + beyond * torch.exp(-SHIFT - top)) * ww
+
+    def norm(self, G: Tensor) -> Tensor:
+        return F.layer_norm(G, G.shape[-1:], self.norm_w, self.norm_b, self.eps)
+
+    def alone(self, G: Tensor) -> Tensor:
+        """An empty slot: nothing is added to it but the bias."""
+        return self.norm(G + self.out_proj.b)
+
+    def to_tree(self, settings: dict[str, Any], precision: str, trainable: bool) -> dict[str, Any]:
+        """settings: what DeePMD-kit repeats on each level."""
+        c = self.config
+        inner = {k: v for k, v in settings.items() if k not in ("trainable_ln", "ln_eps")}
+        return {
+            **settings,
+            "attention_layer": {
+                **inner,
+                "num_heads": 1,
+                "bias": True,
+                "smooth": c.smooth,
+                "in_proj": layer_tree(self.in_proj, precision, trainable),
+                "out_proj": layer_tree(self.out_proj, precision, trainable),
+            },
+            "attn_layer_norm": {
+                "@class": "LayerNorm",
+                "@version": 1,
+                "eps": self.eps,
+                "trainable": c.trainable_ln,
+                "precision": precision,
+                "@variables": {"w": to_numpy(self.norm_w), "b": to_numpy(self.norm_b)},
+            },
+        }
+
+    def load_tree(self, tree: dict[str, Any], where: str) -> None:
+        inner, norm = tree["attention_layer"], tree["attn_layer_norm"]["@variables"]
+        copy_layer(self.in_proj, inner["in_proj"]["@variables"], f"{where} in_proj")
+        copy_layer(self.out_proj, inner["out_proj"]["@variables"], f"{where} out_proj")
+        copy_array(self.norm_w, norm["w"], f"{where} layer norm w")
+        copy_array(self.norm_b, norm["b"], f"{where} layer norm b")
