@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import copy
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -77,32 +76,39 @@ def connection() -> Connection:
 
 def potential_model(params: dict[str, Any] | str | Path) -> Estimator:
     """A model of energies and forces from PiNN's parameters, given as a dictionary or a YAML file."""
-    return _model(params, "potential_model")
+    return _model(params, "potential_model", "potential")
 
 
 def dipole_model(params: dict[str, Any] | str | Path) -> Estimator:
     """A model of dipoles. Which one, the parameters say: model: {name: AC_dipole_model, …}."""
-    return _model(params, "dipole_model")
+    return _model(params, "dipole_model", "dipole")
 
 
 def get_model(params: dict[str, Any] | str | Path) -> Estimator:
     """The model that the parameters name; also from the folder of a run, which has its params.yml."""
-    return _model(params, "potential_model")
+    return _model(params, "potential_model", "model")
 
 
-def _model(params: dict[str, Any] | str | Path, default: str) -> Estimator:
+def _model(params: dict[str, Any] | str | Path, default: str, expected: str) -> Estimator:
     if not isinstance(params, dict):
         path = Path(params)
         params = read_file(path / "params.yml" if path.is_dir() else path)
-    params = copy.deepcopy(params)
-    if not isinstance(params.get("model"), dict):
-        params["model"] = {"name": params.get("model") or default, "params": params.get("model_params") or {}}
-    name = params["model"].setdefault("name", default)
-    if ("dipole" in name) != ("dipole" in default) and default != "potential_model":
-        raise UserError(
-            f"dipole_model: the parameters name the model {name!r}; expected dipole_model or *_dipole_model"
-        )
-    return Estimator(params)
+    own: dict[str, Any] = _plain(params)
+    if not isinstance(own.get("model"), dict):
+        own["model"] = {"name": own.get("model") or default, "params": own.get("model_params") or {}}
+    name = own["model"].setdefault("name", default)
+    if expected not in name:
+        raise UserError(f"{default}: the parameters name the model {name!r}; expected one with {expected} in its name.")
+    return Estimator(own)
+
+
+def _plain(value: Any) -> Any:
+    """A copy of parameters without NumPy's numbers and tuples, which are no values of an input file."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value
 
 
 class Estimator:

@@ -96,5 +96,13 @@ def test_predictions_and_metrics(frames, tmp_path):
 
 
 def test_the_wrong_model_is_told():
-    with pytest.raises(UserError, match="expected dipole_model"):
+    with pytest.raises(UserError, match="expected one with dipole in its name"):
         dipole_model({**PARAMS, "model_dir": "run"})
+    with pytest.raises(UserError, match="expected one with potential in its name"):
+        potential_model({**PARAMS, "model": {"name": "AC_dipole_model"}})
+
+
+def test_numbers_of_numpy_are_numbers():
+    network = {"name": "PiNet", "params": {"atom_types": np.array([8, 1]), "rc": np.float64(4.5), "pi_nodes": (4, 3)}}
+    model = potential_model({"model_dir": "run", "network": network})
+    assert model.input.model.rc == 4.5 and model.input.model.type_map == ["O", "H"]
