@@ -44,7 +44,12 @@ def join(world: World, engine: str = "auto", device: torch.device | str = "cpu",
     """connect, with the collectives counted and all workers watched."""
     comm = CountedComm(connect(world, engine, device), exact)
     if comm.size > 1:
-        comm.watch = Watch(comm, world)
+        watch = Watch(comm, world)
+        if watch.problem:
+            reason = f"workers are not watched, so a dead or hanging one may not be noticed: {watch.problem}"
+            world.note = f"{world.note} {reason}.".strip()
+        else:
+            comm.watch = watch
     return comm
 
 

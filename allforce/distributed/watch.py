@@ -21,7 +21,6 @@ import hmac
 import json
 import os
 import secrets
-import select
 import selectors
 import socket
 import statistics
@@ -32,6 +31,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..errors import UserError
 from .launch import World
 from .network import outward_address
 from .profile import CountedComm
@@ -87,14 +87,20 @@ class Watch:
         self.wake, self.pipe = socket.socketpair()
         self.poll.register(self.pipe, selectors.EVENT_READ, "wake")
         self.listener: socket.socket | None = None
-        self._connect()
-        self._hold_launcher()
         self.thread = threading.Thread(target=self._run, name="allforce-watch", daemon=True)
-        self.thread.start()
+        self._hold_launcher()
+        place = self._meet()
+        problem = self._dial(place) if comm.rank > 0 else ""
+        if comm.rank > 0:
+            self.thread.start()
+        self.problem = next(filter(None, comm.gather(problem)), "")  # why there is no watch, on all workers
+        if self.problem:
+            self._stop()
 
     # ---- meeting
 
-    def _connect(self) -> None:
+    def _meet(self) -> Any:
+        """Who is there, and where rank 0 is to be reached."""
         mine = [_here(), f"rank {self.comm.rank} (process {os.getpid()} on {socket.gethostname()})"]
         told = self.comm.gather(mine)
         self.names = [name for _, name in told]
@@ -103,16 +109,27 @@ class Watch:
         place, secret = self.comm.gather(offer)[0]
         self.secret, now = bytes.fromhex(secret), time.monotonic()
         self.me = Peer(self.comm.rank, self.names[self.comm.rank], now)
-        if self.comm.rank > 0:
-            line = socket.socket(socket.AF_UNIX if isinstance(place, str) else _family(place[0]))
-            line.settimeout(HANDSHAKE)
+        self.waited_for = set(range(1, self.comm.size)) if self.comm.rank == 0 else set()
+        self.begun = now
+        if self.comm.rank == 0:
+            self.thread.start()
+        return place
+
+    def _dial(self, place: Any) -> str:
+        """Join rank 0's watch; why not, when that fails."""
+        line = socket.socket(socket.AF_UNIX if isinstance(place, str) else _family(place[0]))
+        line.settimeout(HANDSHAKE)
+        try:
             line.connect("\0" + place if isinstance(place, str) else tuple(place))
             challenge = _exactly(line, 32)
             proof = hmac.new(self.secret, challenge + str(self.comm.rank).encode(), hashlib.sha256).hexdigest()
             line.sendall(json.dumps({"rank": self.comm.rank, "proof": proof}).encode() + b"\n")
-            self._add(Line(line, now, peer=Peer(0, self.names[0], now, since=now)))
-        self.waited_for = set(range(1, self.comm.size)) if self.comm.rank == 0 else set()
-        self.begun = now
+        except OSError as error:
+            line.close()
+            return f"{self.me.name} does not reach rank 0 at {place} ({error})"
+        now = time.monotonic()
+        self._add(Line(line, now, peer=Peer(0, self.names[0], now, since=now)))
+        return ""
 
     def _listen(self, one_host: bool) -> tuple[Any, str]:
         secret = secrets.token_hex(32)
@@ -122,7 +139,10 @@ class Watch:
             self.listener.bind("\0" + name)
             place: Any = name
         else:
-            address = outward_address(self.world.hosts)
+            try:
+                address = outward_address(self.world.hosts)
+            except UserError:
+                return "", secret  # where nobody is reached
             self.listener = socket.create_server((address, 0), family=_family(address))
             place = list(self.listener.getsockname()[:2])
         self.listener.listen(self.comm.size + 16)
@@ -322,6 +342,9 @@ class Watch:
     def close(self) -> None:
         """The run is over for all: all workers call it together."""
         self.comm.barrier()
+        self._stop()
+
+    def _stop(self) -> None:
         self.over.set()
         self.wake.send(b"x")
         self.thread.join()
@@ -335,7 +358,7 @@ class Watch:
 
     def wait_for_word(self, seconds: float = 3.0) -> None:
         """The engine lost a worker: the watch knows which one, and ends this process when it hears of it."""
-        select.select([], [], [], seconds)
+        time.sleep(seconds)
 
 
 def _place(peer: Peer) -> str:

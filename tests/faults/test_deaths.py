@@ -1,11 +1,14 @@
 """A worker or the launcher dies or hangs: the others notice, say who it was, and end; nothing is left behind."""
 
+import os
 import signal
+import subprocess
+import sys
 import time
 
 import psutil
 import pytest
-from run import Run
+from run import ROOT, Run
 
 from allforce.distributed.spawn import LOST
 
@@ -81,3 +84,30 @@ def test_a_stopped_rank_that_goes_on(endless):
         time.sleep(1)
         assert run.process.poll() is None, run.text()
     assert "has ended" not in run.text()
+
+
+UNREACHED = """
+import sys, torch
+from allforce.distributed import watch
+from allforce.distributed.connect import join
+from allforce.distributed.launch import detect
+if detect().rank == 1:
+    watch.Watch._dial = lambda self, place: "rank 1 does not reach rank 0"
+world = detect()
+comm = join(world)
+ones = torch.ones(3)
+comm.all_reduce(ones)
+comm.close()
+print(comm.watch, int(ones[0]), world.note, flush=True)
+"""
+
+
+def test_where_the_watch_is_not_reached_training_goes_on_and_says_so():
+    command = [sys.executable, str(ROOT / "tests/parallel/start_workers.py"), "3", sys.executable, "-c", UNREACHED]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    expected = (
+        "None 3 workers are not watched, so a dead or hanging one may not be noticed: rank 1 does not reach rank 0."
+    )
+    assert done.stdout.splitlines() == [expected] * 3
