@@ -8,7 +8,7 @@ Between steps of a simulation the neighbour list is kept as long as it serves (s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from ase.calculators.calculator import Calculator, all_changes
 from allforce.data.batch import Frame
 from allforce.errors import UserError
 from allforce.files.model_file import load_model
+from allforce.infer.committee import check_alike, deviation_of
 from allforce.infer.evaluate import AnyModel, Evaluator
 from allforce.infer.predict import DeepPot
 from allforce.infer.skin import Steps
@@ -33,6 +34,9 @@ class DP(Calculator):
 
     type_dict: element -> type index, where the model's type_map does not hold chemical symbols. Frame and atomic
     parameters are taken from atoms.info["fparam"] and atoms.info["aparam"] (or atoms.arrays["aparam"]).
+
+    A list of models is a committee: the first gives all of the above, and results["force_devi"] (n,) is the deviation
+    of the forces over the models, all on one neighbour list (committee.py).
     """
 
     name = "DP"
@@ -40,7 +44,7 @@ class DP(Calculator):
 
     def __init__(
         self,
-        model: str | Path | Model | Evaluator,
+        model: str | Path | Model | Evaluator | Sequence[str | Path | Model],
         label: str = "DP",
         type_dict: Mapping[str, int] | None = None,
         skin: float = 1.0,
@@ -48,10 +52,15 @@ class DP(Calculator):
         **kwargs: Any,
     ):
         super().__init__(label=label, **kwargs)
-        self.dp = model if isinstance(model, Evaluator) else evaluator_of(model, table)
+        models: Sequence[Any] = model if isinstance(model, list | tuple) else [model]
+        self.members = [m if isinstance(m, Evaluator) else evaluator_of(m, table) for m in models]
+        self.dp = self.members[0]
+        check_alike(self.members)
         outputs = self.dp.model.outputs
         energy = type(self).implemented_properties if "energy" in outputs else []
         self.implemented_properties = [*energy, *(name for name in ("dipole", "charges") if name in outputs)]
+        if len(self.members) > 1:
+            self.implemented_properties.append("force_devi")
         names = self.dp.get_type_map()
         self.type_dict = dict(type_dict) if type_dict else {name: t for t, name in enumerate(names)}
         self.steps = Steps(self.dp, skin)
@@ -71,6 +80,8 @@ class DP(Calculator):
         if "energy" in result:
             energy = float(result["energy"])
             self.results |= {"energy": energy, "free_energy": energy, "energies": result["atomic energy"]}
+        if len(self.members) > 1:
+            self.results["force_devi"] = deviation_of(self.members, result["forces"], batch, frame)
         if "virial" in result:
             virial = self.results["virial"] = result["virial"].reshape(3, 3)
             if atoms.pbc.any() and atoms.cell.rank == 3:

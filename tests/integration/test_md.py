@@ -18,6 +18,7 @@ from ase.io import read, write
 from allforce.errors import UserError
 from allforce.files.model_file import save_model
 from allforce.infer.ase import DP
+from allforce.infer.committee import Deviation, SimulationStopped
 from allforce.infer.lammps import attach, model_types, new_lammps, split_script
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
@@ -254,6 +255,7 @@ def test_the_page(model, tmp_path):
     write(tmp_path / "data.lmp", atoms, format="lammps-data", specorder=["O", "H"], masses=True)
     write(tmp_path / "start.xyz", atoms)
     shutil.copy(model, tmp_path / "model.dp")
+    save_model(small_model({"sel": [60, 60], "seed": 5}), tmp_path / "other.dp")
     (script,) = re.findall(r"^```text\n(.*?)^```", page, re.S | re.M)
     (tmp_path / "in.lammps").write_text(script)
     commands = re.findall(r"^dp (lammps .*)$", page, re.M)
@@ -261,10 +263,40 @@ def test_the_page(model, tmp_path):
     for command in commands:
         dp(*command.split(), folder=tmp_path)
     python = re.findall(r"^```python\n(.*?)^```", page, re.S | re.M)
-    assert len(python) == 2
+    assert len(python) == 3
     for code in python:
         done = subprocess.run(
             [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         assert done.returncode == 0 and float(done.stdout.split()[0]) < 0, done.stdout + done.stderr
+
+
+def test_committee(model, tmp_path):
+    """The first model drives; the deviation is that of dp model-devi; uncertain frames are kept, or it stops."""
+    save_model(small_model({"sel": [60, 60], "seed": 5}), tmp_path / "b.dp")
+    save_model(small_model({"sel": [60, 60], "seed": 6}), tmp_path / "c.dp")
+    names = [model, str(tmp_path / "b.dp"), str(tmp_path / "c.dp")]
+    atoms = structure()
+    each = []
+    for name in names:
+        atoms.calc = DP(name)
+        each.append(atoms.get_forces())
+    mean = np.mean(each, axis=0)
+    expected = np.sqrt(np.mean([((f - mean) ** 2).sum(axis=1) for f in each], axis=0))
+    atoms.calc = DP(names)
+    np.testing.assert_allclose(atoms.get_forces(), each[0], atol=1e-12)
+    np.testing.assert_allclose(atoms.calc.get_property("force_devi", atoms), expected, atol=1e-12)
+    assert atoms.calc.steps.rebuilds == 1
+
+    quiet = Deviation(atoms, 1e3, tmp_path / "none.xyz")
+    quiet()
+    assert not (tmp_path / "none.xyz").exists() and quiet.largest == [pytest.approx(expected.max())]
+    Deviation(atoms, 0.0, tmp_path / "kept.xyz")()
+    kept = read(tmp_path / "kept.xyz")
+    np.testing.assert_allclose(kept.arrays["force_devi"], expected, atol=1e-6)
+    with pytest.raises(SimulationStopped):
+        Deviation(atoms, 0.0, stop=True)()
+    save_model(small_model({"sel": [60, 61]}), tmp_path / "d.dp")
+    with pytest.raises(UserError, match="evaluated on one neighbour list"):
+        DP([model, str(tmp_path / "d.dp")])
