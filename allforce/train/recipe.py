@@ -11,7 +11,7 @@ from allforce.errors import UserError
 FEWER = 20  # times fewer steps than Adam with an exponential decay of the rate
 LEAST = 300  # steps
 
-RATE: dict[str, Any] = {"type": "cosine", "start_lr": 0.02, "stop_lr": 0.0, "scale_by_worker": "none"}
+RATE: dict[str, Any] = {"type": "cosine", "start_lr": 0.04, "stop_lr": 0.0, "scale_by_worker": "none"}
 OPTIMIZER: dict[str, Any] = {"type": "HybridMuon", "adam_beta1": 0.95, "adam_beta2": 0.95}
 LOSS: dict[str, Any] = {"schedule": "step"}
 
