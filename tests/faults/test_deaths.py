@@ -111,3 +111,26 @@ def test_where_the_watch_is_not_reached_training_goes_on_and_says_so():
         "None 3 workers are not watched, so a dead or hanging one may not be noticed: rank 1 does not reach rank 0."
     )
     assert done.stdout.splitlines() == [expected] * 3
+
+
+UNEQUAL = """
+import sys, time, torch
+from allforce.distributed.connect import join
+from allforce.distributed.launch import detect
+comm = join(detect())
+step = 0
+comm.watch.doing = lambda: (step, "forward")
+for step in range(30):
+    time.sleep(float(sys.argv[1 + comm.rank]))
+    comm.all_reduce(torch.ones(3))
+comm.close()
+"""
+
+
+@pytest.mark.parametrize("seconds, slow", [(("0.02", "0.4"), True), (("0.2", "0.2"), False)])
+def test_a_slow_rank_is_named_once_and_never_ended(seconds, slow):
+    command = [sys.executable, str(ROOT / "tests/parallel/start_workers.py"), "2", sys.executable, "-c", UNEQUAL]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command, *seconds], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("is slow") == slow and done.stderr.count("rank 1 (process") == slow, done.stderr
