@@ -1,0 +1,111 @@
+"""A training step of PiNet beside its matrix products and scatters alone.
+
+One step (energies, forces, and the gradient of a loss on both) is run once while every matrix product and every gather
+or sum between atoms and pairs that it makes is written down with its operands. Then the step, and the list alone, are
+timed in turns, in seconds of the processor (one thread), so that other programs count little. What the step takes
+longer is activations, the radial basis, and the bookkeeping of autograd.
+
+    python benchmarks/pinet_floor.py --seconds 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from common import WATER, markdown_table, write_result
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from allforce.data.discover import open_systems
+from allforce.data.loader import collate
+from allforce.data.prepare import Preparation
+from allforce.losses import LOSSES
+from allforce.models import MODELS
+
+aten = torch.ops.aten
+COUNTED = {aten.mm, aten.addmm, aten.bmm, aten.index_select, aten.index_add, aten.index_add_, aten.scatter_add_}
+WIDE = {"pi_nodes": [64], "pp_nodes": [64] * 4, "ii_nodes": [64] * 4, "out_nodes": [64]}
+NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "PiNet, PiNN's defaults": ("pinet", {}),
+    "PiNet2, PiNN's defaults": ("pinet2", {}),
+    "PiNet, 64 wide": ("pinet", {"depth": 5, "rc": 4.5, "basis_type": "gaussian", "n_basis": 10, **WIDE}),
+}
+
+
+class Written(TorchDispatchMode):
+    """Writes down the calls that count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Callable, tuple, dict]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in COUNTED:
+            self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def step_of(kind: str, keys: dict[str, Any], precision: str, frames: int) -> Callable[[], Any]:
+    cls, loss_cls = MODELS[kind], LOSSES["pinn"]
+    model = cls(cls.Config.model_validate({"type_map": ["O", "H"], "seed": 1, "precision": precision, **keys}))
+    loss = loss_cls(loss_cls.Config(use_force=True, use_e_per_atom=True), 1.0)
+    (system, *_) = open_systems(str(WATER / "data/train"), ["O", "H"])
+    prepare = Preparation(model.needs)
+    parts = [prepare(system.frame(k), "water") for k in range(frames)]
+    batch = collate([f for f, _ in parts], [p for _, p in parts], 2)
+    parameters = list(model.parameters())
+    return lambda: torch.autograd.grad(
+        loss(model(batch, loss.wanted), batch, 1.0)[0], parameters, materialize_grads=True
+    )
+
+
+def in_turns(step: Callable[[], Any], calls: list[tuple[Callable, tuple, dict]], seconds: float) -> tuple[float, float]:
+    """Median times of the step and of the calls alone."""
+
+    def alone() -> None:
+        for func, args, kwargs in calls:
+            func(*args, **kwargs)
+
+    times: tuple[list[float], list[float]] = ([], [])
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times[0]) < 5:
+        for place, what in enumerate((step, alone)):
+            begun = time.process_time()
+            if what is alone:
+                with torch.no_grad():
+                    alone()
+            else:
+                step()
+            times[place].append(time.process_time() - begun)
+    return median(times[0]), median(times[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--frames", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=5.0, help="length of each measurement")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rows, data = [], []
+    for name, (kind, keys) in NETWORKS.items():
+        for precision in ("float64", "float32"):
+            step = step_of(kind, keys, precision, args.frames)
+            step()
+            with Written() as written:
+                step()
+            whole, alone = in_turns(step, written.calls, args.seconds)
+            rows.append([name, precision, f"{whole * 1e3:.1f}", f"{alone * 1e3:.1f}", f"{whole / alone:.2f}"])
+            data.append({"network": name, "precision": precision, "step": whole, "floor": alone})
+    body = markdown_table(["network", "precision", "step, ms", "products and scatters alone, ms", "ratio"], rows)
+    body += f"\n\nOne thread, {args.frames} frame(s) of water (96 atoms); medians of processor time, measured in turns."
+    write_result(
+        "pinet_floor", "A step of PiNet and its matrix products and scatters alone", body, {"rows": data}, ["ours"]
+    )
+
+
+if __name__ == "__main__":
+    main()
