@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from time import perf_counter, process_time, sleep
 
+import torch
 from common import WATER, find_systems, markdown_table, water_input, write_result
 
 from allforce.config.load import load_input
@@ -27,12 +28,14 @@ from allforce.distributed.connect import connect
 from allforce.distributed.launch import detect
 from allforce.distributed.profile import CountedComm
 from allforce.distributed.spawn import run_local_workers
+from allforce.trace import phase
 from allforce.train.boards import Boards
 from allforce.train.monitor import Monitor
 from allforce.train.source import Options
 from allforce.train.start import prepare
 from allforce.train.trainer import Trainer
 
+PHASES = ("data wait", "forward", "moments", "moments", "backward", "moments", "communication", "optimizer")
 MODES = ("nothing", "TensorBoard", "everything")
 WARM_UP = 20  # steps of each mode
 PATIENCE = 150.0  # seconds: fewer rounds on a slow machine
@@ -61,12 +64,15 @@ class Bench(Trainer):
                     if turn >= 0:
                         seconds[mode].append(((perf_counter() - wall) / steps, (process_time() - cpu) / steps))
         self.job.loader.close()
-        self.display.boards = boards
+        self.comm, self.display.boards = counted, boards
+        if counted.size == 1:
+            seconds["alone"] = [(0.0, self.alone(steps=1000))]
         self.display.close()
         self.monitor._close()
         return seconds
 
     def block(self, steps: int, mode: str) -> None:
+        step = self.state.step
         for _ in range(steps):
             step = self.state.step
             self.gradients(step)
@@ -78,6 +84,21 @@ class Bench(Trainer):
         timeline = self.monitor.timeline
         while self.display.boards.queue.qsize() or (timeline is not None and timeline.queue.qsize()):
             sleep(1e-4)
+
+    def alone(self, steps: int) -> float:
+        """CPU seconds a step of all this without any training: as many phases, rows and entries."""
+        begun, tiny = process_time(), torch.zeros(1)
+        with self.monitor.trace.installed():
+            for k in range(steps):
+                for name in PHASES:
+                    with phase(name):
+                        pass
+                self.comm.all_reduce_start(tiny).wait()
+                self.record(k)
+                self.monitor.step(1)
+                if k % 20 == 19:
+                    self.block(0, "everything")
+        return (process_time() - begun) / steps
 
 
 def worker(args: argparse.Namespace) -> None:
@@ -105,6 +126,7 @@ def main() -> None:
     if args.worker:
         worker(args)
         return
+    alone = ""
     rows, data, script = [], [], [sys.executable, str(Path(__file__).resolve()), "--worker"]
     os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[1])
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -119,6 +141,8 @@ def main() -> None:
                 raise SystemExit(code)
             seconds = json.loads(Path("seconds.json").read_text())
             os.chdir("/")
+        if "alone" in seconds:
+            alone = f" Without any training, all this takes {1e6 * seconds['alone'][0][1]:.0f} µs of CPU time a step."
         data.append({"workers": workers, "seconds": seconds})
         rows += [[str(workers), mode, *cells(seconds, mode, 0), *cells(seconds, mode, 1)] for mode in MODES]
     head = ["workers", "on", "ms a step", "more", "middle half", "CPU ms a step", "more", "middle half"]
@@ -127,7 +151,7 @@ def main() -> None:
     body += f"\n\nBatch {args.batch} a worker, {os.environ['OMP_NUM_THREADS']} thread(s) each, {rounds} rounds of "
     body += f"{args.steps} steps in each mode, in turns. `more` is the median over the rounds, against the block of "
     body += "the same round with nothing on. TensorBoard has every step; a line of metrics and a piece of the timeline "
-    body += f"are written every {args.steps} steps."
+    body += f"are written every {args.steps} steps.{alone}"
     write_result("monitor_cost", "What it costs that a run tells about itself", body, {"runs": data}, ["ours"])
 
 
