@@ -126,7 +126,7 @@ def main() -> None:
     if args.worker:
         worker(args)
         return
-    alone = ""
+    alone, load = "", os.getloadavg()[0]
     rows, data, script = [], [], [sys.executable, str(Path(__file__).resolve()), "--worker"]
     os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[1])
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -151,7 +151,7 @@ def main() -> None:
     body += f"\n\nBatch {args.batch} a worker, {os.environ['OMP_NUM_THREADS']} thread(s) each, {rounds} rounds of "
     body += f"{args.steps} steps in each mode, in turns. `more` is the median over the rounds, against the block of "
     body += "the same round with nothing on. TensorBoard has every step; a line of metrics and a piece of the timeline "
-    body += f"are written every {args.steps} steps.{alone}"
+    body += f"are written every {args.steps} steps.{alone} Load of the machine at the start: {load:.0f}."
     write_result("monitor_cost", "What it costs that a run tells about itself", body, {"runs": data}, ["ours"])
 
 
