@@ -38,7 +38,7 @@ def architecture() -> dict[str, set[str]]:
 
 MAY_IMPORT = {**architecture(), "__main__": {"cli"}, "__init__": {"infer.predict"}}
 LONGEST_FILE, LONGEST_FUNCTION = 450, 60
-TABLES = {"config.schema": 570}  # one entry after the other, nothing to follow
+TABLES = {"cli": 550}  # one entry after the other, nothing to follow
 
 
 def relative_to_package(path: Path) -> str:
