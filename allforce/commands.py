@@ -1,0 +1,129 @@
+"""What each command does with its arguments: one short function, imports inside it."""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+
+from allforce.errors import UserError
+
+
+def train(args: Namespace) -> int:
+    from allforce.train.torch_calls import check_torch
+
+    check_torch()
+    from allforce.train.entry import train
+
+    return train(args)
+
+
+def init(args: Namespace) -> None:
+    from allforce.train.init import init
+
+    init(args.DATA, args.time, args.output)
+
+
+def scaling_test(args: Namespace) -> None:
+    from allforce.train.scaling import scaling_test
+
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", args.workers):
+        raise UserError(f"--workers {args.workers} should be numbers of workers with commas between, such as 1,2,4.")
+    engines = args.engine.split(",")
+    if unknown := set(engines) - {"auto", "torch", "mpi"}:
+        raise UserError(
+            f"--engine {args.engine}: {', '.join(sorted(unknown))} is unknown. Choose of: auto, torch, mpi."
+        )
+    workers = [int(w) for w in args.workers.split(",")]
+    scaling_test(args.INPUT, workers, args.steps, args.output, engines, args.strong)
+
+
+def plot(args: Namespace) -> None:
+    from allforce.report.plot import plot
+
+    if picture := plot(args.FILE, args.output, args.term):
+        print(f"{picture}: {', '.join(args.FILE)}")
+
+
+def report(args: Namespace) -> None:
+    if args.watch:
+        from allforce.report.serve import watch
+
+        watch(args.RUN_DIR, args.port)
+    else:
+        from allforce.report.html import report
+
+        print(f"report: {report(args.RUN_DIR, args.output)}")
+
+
+def test(args: Namespace) -> None:
+    from allforce.infer.test import run_test
+
+    data = {
+        "system": args.system,
+        "datafile": args.datafile,
+        "train_data": args.train_data,
+        "valid_data": args.valid_data,
+    }
+    frames = {"numb_test": args.numb_test, "rand_seed": args.rand_seed, "shuffle_test": args.shuffle_test}
+    run_test(args.model, **data, **frames, detail_file=args.detail_file, atomic=args.atomic)
+
+
+def freeze(args: Namespace) -> None:
+    from allforce.infer.freeze import freeze
+
+    freeze(args.checkpoint_folder, args.output)
+
+
+def show(args: Namespace) -> None:
+    from allforce.infer.show import show
+
+    show(args.INPUT, args.ATTRIBUTES)
+
+
+def neighbor_stat(args: Namespace) -> None:
+    from allforce.infer.neighbor_stat import neighbor_stat
+
+    neighbor_stat(args.system, args.rcut, args.type_map, args.mixed_type)
+
+
+def model_devi(args: Namespace) -> None:
+    from allforce.infer.devi import model_devi
+
+    relative = {"relative": args.relative, "relative_v": args.relative_v}
+    model_devi(args.models, args.system, args.output, args.frequency, args.real_error, args.atomic, **relative)
+
+
+def eval_desc(args: Namespace) -> None:
+    from allforce.infer.desc import eval_desc
+
+    eval_desc(args.model, args.system, args.datafile, args.output, args.dtype)
+
+
+def lammps(args: Namespace) -> None:
+    from allforce.infer.lammps import run_script
+
+    run_script(args.model, args.script, args.var or [], args.lammps_log)
+
+
+def ipi(args: Namespace) -> None:
+    from allforce.infer.ipi import serve_forces
+
+    serve_forces(args.model, args.structure, args.unix, args.address, args.allow_remote)
+
+
+def change_bias(args: Namespace) -> None:
+    from allforce.infer.bias import change_bias
+
+    data = {"system": args.system, "datafile": args.datafile, "bias_value": args.bias_value}
+    change_bias(args.INPUT, **data, numb_batch=args.numb_batch, mode=args.mode, output=args.output)
+
+
+def doc_train_input(args: Namespace) -> None:
+    from allforce.config.reference import json_schema, reference_markdown
+
+    if args.out_type == "markdown":
+        print(reference_markdown())
+    else:
+        import json
+
+        print(json.dumps(json_schema(), indent=2, ensure_ascii=False))
