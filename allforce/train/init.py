@@ -26,7 +26,7 @@ from allforce.models.sel import sel_auto
 from allforce.train.recipe import LEAST, LOSS, OPTIMIZER, RATE
 
 RCUT = 6.0
-ATOMS = 128  # of a batch, at least
+ATOMS = 256  # of a batch, at least: the update costs the same for more, and with few atoms it is most of the step
 SHARE = 10  # one frame of so many is held back
 RUNS = 2 * SHARE  # so many runs are enough to hold back whole ones
 COUNTED = 500  # frames, at most, in which neighbours are counted
