@@ -1,18 +1,20 @@
 """Allforce: synchronous data-parallel training of neural-network interatomic potentials."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["DeepPot", "__version__"]
+__all__ = ["DeepDipole", "DeepPolar", "DeepPot", "__version__"]
 
 if TYPE_CHECKING:
     from allforce.infer.predict import DeepPot
+    from allforce.infer.tensor import DeepDipole, DeepPolar
+
+HOMES = {"DeepPot": "predict", "DeepDipole": "tensor", "DeepPolar": "tensor"}
 
 
 def __getattr__(name: str) -> Any:
-    """DeepPot on first use, so that `import allforce` and `dp --help` do not load torch."""
-    if name == "DeepPot":
-        from allforce.infer.predict import DeepPot
-
-        return DeepPot
+    """DeepPot and the like on first use, so that `import allforce` and `dp --help` do not load torch."""
+    if name in HOMES:
+        return getattr(import_module(f"allforce.infer.{HOMES[name]}"), name)
     raise AttributeError(f"module 'allforce' has no attribute {name!r}")

@@ -8,12 +8,11 @@ import torch
 from ase import Atoms
 from tiny import BOX, dp, rows, write_data, write_input
 
-from allforce import logs
+from allforce import DeepDipole, DeepPolar, logs
 from allforce.cli import main
 from allforce.files import checkpoint
 from allforce.infer.ase import DP
 from allforce.infer.predict import DeepPot
-from allforce.infer.tensor import DeepDipole, DeepPolar
 
 COMMON = {"rcut": 4.5, "rcut_smth": 2.0, "neuron": [4, 8], "seed": 1}
 ATTEN = COMMON | {"type": "se_atten", "sel": "auto", "axis_neuron": 3, "attn_layer": 0}
@@ -144,6 +143,11 @@ def test_tensor_from_training_to_prediction(kind, reader, selected, folder, caps
     assert atomic.shape == (6, 6, width) and total.shape == (6, width)
     np.testing.assert_allclose(atomic.sum(1), total, rtol=0, atol=1e-12)
     np.testing.assert_allclose(atomic[:, [0, 1, 5]].reshape(6, -1), detail[:, width * 3 :], rtol=0, atol=1e-9)
+    if kind == "dipole":
+        atoms = Atoms("H6", positions=x[0].reshape(-1, 3), cell=cell[0].reshape(3, 3), pbc=True)
+        atoms.symbols[[2, 3, 4]] = "He"
+        atoms.calc = DP("m.dp", type_dict={"H": 0, "He": 1})
+        np.testing.assert_allclose(atoms.get_dipole_moment(), total[0], rtol=0, atol=1e-9)
     assert main(["test", "-m", "m.dp", "-s", "held"]) == 0 and "RMSE/sqrtN" in capsys.readouterr().err
     assert main(["eval-desc", "-m", "m.dp", "-s", "held"]) == 0 and np.load("desc/held.npy").shape == (6, 6, 24)
 

@@ -32,6 +32,8 @@ COMMON = {"rcut": 4.0, "rcut_smth": 0.5, "neuron": [3, 6, 12], "seed": 1, "preci
 PAIRS = COMMON | {"type": "se_e2_a", "sel": [60, 60, 60], "axis_neuron": 4}
 RADIAL = COMMON | {"type": "se_e2_r", "sel": [60, 60, 60], "type_one_side": True}
 ATTEN = COMMON | {"type": "dpa1", "sel": 140, "axis_neuron": 4, "attn_layer": 0, "attn": 9}
+V2 = ATTEN | {"type": "se_atten_v2"}
+ATTEN |= {"smooth_type_embedding": False}  # DeePMD-kit's classes have another default than its input
 ANGLES = COMMON | {"type": "se_e3", "sel": [40, 40, 40], "rcut": 3.0}
 
 # name -> (descriptor, fitting, davg, further keys of the model)
@@ -44,13 +46,15 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float, dict[str, Any]]] =
     for mode in ("concat", "strip") for one in (False, True) for smooth in (False, True) for layers in (0, 2)
 }  # fmt: skip
 CASES |= {
+    "dpa1_forces": (ATTEN, {}, 0.0, {}),
+    "dpa1_strip_forces": (ATTEN | {"tebd_input_mode": "strip"}, {}, 0.0, {}),
     "dpa1_bias": (ATTEN | {"use_tebd_bias": True, "resnet_dt": True, "concat_output_tebd": False}, {}, 0.0, {}),
     "dpa1_attention_options": (
         ATTEN | {"attn_layer": 1, "attn_dotr": False, "normalize": False, "temperature": 0.7, "ln_eps": 1e-3},
         {}, 0.0, {},
     ),
     "dpa1_excluded": (ATTEN | {"attn_layer": 1, "exclude_types": [[0, 1]]}, {}, 0.1, {}),
-    "se_atten_v2": (ATTEN | {"type": "se_atten_v2"}, {"numb_fparam": 0}, 0.1, {}),
+    "se_atten_v2": (V2, {}, 0.1, {}),
     "se_e2_r": (RADIAL, {}, 0.1, {}),
     "se_e2_r_excluded": (RADIAL | {"exclude_types": [[0, 1]]}, {}, 0.1, {}),
     "se_e3": (ANGLES, {}, 0.1, {}),
@@ -61,7 +65,7 @@ CASES |= {
     "polar": (PAIRS, {"type": "polar", "scale": [1.0, 2.0, 0.5]}, 0.1, {}),
     "polar_full": (PAIRS, {"type": "polar", "fit_diag": False, "shift_diag": False}, 0.1, {}),
 }  # fmt: skip
-BY_TENSORFLOW = ("se_e2_r", "se_e3", "hybrid")
+BY_TENSORFLOW = ("dpa1_forces", "dpa1_strip_forces", "se_e2_r", "se_e3", "hybrid")
 NAMES = {"energy": "atom_energy", "dipole": "dipole", "polar": "polar"}  # our output -> theirs, of atoms
 
 
