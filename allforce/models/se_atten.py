@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -228,7 +229,7 @@ class SeAtten(Moments):
                 G = torch.where(self.beyond(r)[:, None], self.values(R[:, :1], *types, w), G)
         else:
             G = self.values(R[:, :1], *types, w)
-        T = self.attend(batch, r, R, G, w) if self.attention else sum_over_edges(i, R, G, len(batch.type))
+        T = self.attend(batch, R, G, w) if self.attention else sum_over_edges(i, R, G, len(batch.type))
         return (T + self.empty_slots(batch) if self.padded else T) / self.nnei
 
     def embedding_of(self, batch: Batch, r: Tensor, subset: Tensor) -> Tensor:
@@ -279,7 +280,7 @@ class SeAtten(Moments):
         empty = (self.nnei - batch.edges.first.diff()).clamp(min=0.0).to(self.dtype)
         return empty[:, None, None] * p[:, :, None] * G[:, None, :]
 
-    def attend(self, batch: Batch, r: Tensor, R: Tensor, G: Tensor, w: Tensor) -> Tensor:
+    def attend(self, batch: Batch, R: Tensor, G: Tensor, w: Tensor) -> Tensor:
         """Σ_e R̂_e ⊗ G_e after the attention layers, neighbours of an atom side by side."""
         i, j = batch.edges.i, batch.edges.j
         N, count = len(batch.type), batch.edges.first.diff()
@@ -290,9 +291,8 @@ class SeAtten(Moments):
             return values.new_zeros(N * n, values.shape[1]).index_copy(0, place, values).view(N, n, -1)
 
         used = self.used[batch.type[i], batch.type[j]][:, None]
-        mask = dense(used.to(r.dtype))[:, :, 0] > 0
-        unit = r / torch.linalg.vector_norm(r, dim=1, keepdim=True)
-        at = Neighbors(mask, dense(w * used)[:, :, 0], dense(unit.to(w.dtype)), self.nnei - mask.sum(1))
+        mask = dense(used.to(w.dtype))[:, :, 0] > 0
+        at = Neighbors(mask, dense(w * used)[:, :, 0], dense(F.normalize(R[:, 1:])), self.nnei - mask.sum(1))
         G = dense(G)
         for layer in self.attention:
             G = layer(G, at)

@@ -192,6 +192,7 @@ class SeE3(TwoBody):
 
     def to_tree(self, type_map: list[str]) -> dict[str, Any]:
         c, nt, out = self.config, self.ntypes, self.common_tree("se_e3", type_map)
+        out.pop("spin")  # unknown to DeePMD-kit's reader of this one
         names = ("neuron", "resnet_dt", "activation_function", "precision")
         settings = {"bias": True, **{name: out[name] for name in names}}
         stored = collection(self.nets, "embedding_network", 2, nt, settings, [c.trainable] * len(c.neuron))
