@@ -14,6 +14,7 @@ from vesin import NeighborList
 
 from allforce.errors import UserError
 
+Pairs = tuple[np.ndarray, np.ndarray, np.ndarray]  # i (E,), j (E,), r (E, 3) of one frame, sorted by i
 TOUCHING = 1e-3  # Å: closer than this, two atoms are on one place
 FARTHEST = 1e9  # Å: beyond it the library counts its cells wrong
 MOST_PAIRS = 5e7  # of one structure: a few GB
@@ -29,19 +30,27 @@ def _calculator(rcut: float, threads: int) -> NeighborList:
 
 
 def neighbor_list(
-    coord: np.ndarray, cell: np.ndarray | None, rcut: float, threads: int = 1, where: str = "the structure"
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    coord: np.ndarray,
+    cell: np.ndarray | None,
+    rcut: float,
+    threads: int = 1,
+    where: str = "the structure",
+    periodic: Sequence[bool] | None = None,
+) -> Pairs:
     """All pairs with |r| <= rcut: i (E,) int32 ascending, j (E,) int32, r (E, 3) float64.
 
-    coord (n, 3); cell (3, 3) with rows as lattice vectors, or None when not periodic; where: its name in messages.
+    coord (n, 3); cell (3, 3) with rows as lattice vectors, or None when not periodic; where: its name in messages;
+    periodic: along which of the three, all when left out.
     """
     coord = np.ascontiguousarray(coord, dtype=np.float64).reshape(-1, 3)
     if len(coord) == 0:
         return np.empty(0, np.int32), np.empty(0, np.int32), np.empty((0, 3))
     box = np.zeros((3, 3)) if cell is None else np.ascontiguousarray(cell, dtype=np.float64).reshape(3, 3)
-    check_size(coord, box if cell is not None else None, rcut, where)
+    if periodic is None:
+        check_size(coord, box if cell is not None else None, rcut, where)
+    along = cell is not None if periodic is None or cell is None else list(periodic)
     try:
-        pairs, r = _calculator(float(rcut), threads).compute(coord, box, cell is not None, "PD", copy=False)
+        pairs, r = _calculator(float(rcut), threads).compute(coord, box, along, "PD", copy=False)
     except RuntimeError as error:  # numbers that are not finite
         raise UserError(f"{where}: no neighbours can be found: {error}") from None
     return pairs[:, 0].astype(np.int32), pairs[:, 1].astype(np.int32), r if r.flags.owndata else r.copy()

@@ -55,7 +55,9 @@ class LearningRate(Section):
     )
     warmup_start_factor: float = key(0.0, "The warmup begins at this fraction of start_lr.", ge=0)
     scale_by_worker: Literal["linear", "sqrt", "none"] = key(
-        "linear", "The optimizer's rate is the schedule times W (linear), √W (sqrt) or 1 (none) for W workers."
+        "linear",
+        "The optimizer's rate is the schedule times W (linear), √W (sqrt) or 1 (none) for W workers (groups of workers "
+        "that split frames count once).",
     )
     warmup_from_unscaled: bool = key(
         False, "The warmup goes from start_lr to start_lr scaled by the workers.", own=True
@@ -285,6 +287,11 @@ class Training(Section):
         "PiNN without parallel).",
         own=True,
     )
+    spatial_workers: Positive = key(
+        1,
+        "Workers that split every frame among them by blocks of space; the number of workers is a multiple of it.",
+        own=True,
+    )
     cache_memory: float | None = key(
         None,
         "Memory of each host for frames kept ready with their neighbours, in GiB, shared by its workers; a quarter of "
@@ -313,6 +320,8 @@ class Training(Section):
             yield "numb_steps", "or numb_epoch is required"
         if self.numb_steps is not None and self.numb_epoch is not None:
             yield "numb_epoch", "and numb_steps exclude each other; give one of them"
+        if self.sharding == "partition" and self.spatial_workers > 1:
+            yield "spatial_workers", 'goes with sharding "global" or "replicate" only'
 
 
 AnyLearningRate = Annotated[LearningRateExp | LearningRateCosine | LearningRateWSD, Field(discriminator="type")]

@@ -3,6 +3,7 @@
     B   frames of a batch               N   atoms of all frames of a batch (virtual atoms are left out)
     n   atoms of one frame              E   edges (centre i, neighbour j) within rcut, periodic images included
     nt  types of the model              M1, M2  embedding width, axis neurons
+    A   atoms that edges lead to: the N centres; behind them, in a part of a batch, those of other blocks
 
 Units eV, Å, eV/Å. Cell rows are lattice vectors. Edge vector r_e = r_j - r_i + S·H (neighbour minus centre).
 """
@@ -75,6 +76,8 @@ class Edges:
     j: Tensor  # (E,) int64 neighbour
     r: Tensor  # (E, 3) float64 r_j - r_i + S·H
     first: Tensor  # (N + 1,) int64
+    type: Tensor  # (A,) int64 of every atom that i and j name
+    type_counts: tuple[int, ...]  # (nt,) atoms of each type among these
     nearest: float = 0.0  # at most the smallest distance, a plain number: nobody waits for a device to know it
 
 
@@ -85,6 +88,7 @@ class Batch:
     type: Tensor  # (N,) int64 ascending
     frame: Tensor  # (N,) int64 frame of each atom
     natoms: Tensor  # (B,) float64 real atoms of each frame
+    lowest: Tensor  # (B,) int64 lowest type of each frame
     type_counts: tuple[int, ...]  # (nt,) atoms of each type: plain ints, so that slicing never waits for a device
     coord: Tensor  # (N, 3) float64
     cell: Tensor | None  # (B, 3, 3) float64, zeros for a frame that is not periodic; None when no frame is
@@ -94,6 +98,9 @@ class Batch:
     fparam: Tensor | None = None  # (B, numb_fparam)
     aparam: Tensor | None = None  # (N, numb_aparam)
     name: str = ""  # the system(s) it came from, for messages
+    own: Tensor | None = None  # (N,) float64, 0 for a centre of another block, which is there for its messages only
+    rows: Tensor | None = None  # (A,) int64, in a part: where its atoms are in the whole batch
+    part: Batch | None = None  # frames cut into blocks: what this worker computes, and then no edges are here
 
     @property
     def nframes(self) -> int:
@@ -110,6 +117,8 @@ class Batch:
         def each(value):
             if isinstance(value, Tensor):
                 return f(value)
+            if isinstance(value, Batch):
+                return value._map(f)
             if isinstance(value, dict):
                 return {k: f(v) for k, v in value.items()}
             if isinstance(value, Edges):

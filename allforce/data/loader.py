@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from allforce.data.batch import LABELS, Batch, Edges, Frame
+from allforce.data.blocks import Part
 from allforce.data.cache import Cache
 from allforce.data.dataset import DataSet
-from allforce.data.prepare import Needs, Pairs, Preparation
+from allforce.data.prepare import Needs, Preparation
 from allforce.data.sampler import Sampler
 from allforce.errors import UserError
+from allforce.neighbors import Pairs
 from allforce.trace import BATCH, phase
 
 
 class Loader:
     """Makes batches of the micro-batches of a sampler.
 
-    Frames and their neighbour pairs are kept in the cache, which other loaders of this worker may share.
+    Frames and their neighbour pairs are kept in the cache, which other loaders of this worker may share. With block
+    (s, S) a batch has the part that worker s of S computes of every frame (see blocks.py).
     """
 
     def __init__(
@@ -31,7 +35,9 @@ class Loader:
         needs: Needs,
         device: str | torch.device = "cpu",
         cache: Cache | None = None,
+        block: tuple[int, int] = (0, 1),
     ):
+        self.block = block
         self.dataset, self.sampler, self.needs = dataset, sampler, needs
         self.prepare = Preparation(needs)
         self.device = torch.device(device)
@@ -39,6 +45,13 @@ class Loader:
         self._cache = Cache(1 << 30) if cache is None else cache
         self._pool: ThreadPoolExecutor | None = None
         self._ahead: deque[Future[Batch]] = deque()
+
+    @property
+    def whole(self) -> Loader:
+        """The same without blocks."""
+        if self.block[1] == 1:
+            return self
+        return Loader(self.dataset, self.sampler, self.needs, self.device, self._cache)
 
     # ---- one batch
 
@@ -56,17 +69,19 @@ class Loader:
             batch = self._join(members, [self.frame(i, k) for i, k in members])
         return batch if self.device.type == "cpu" else batch.pin_memory().to(self.device)
 
-    def _join(self, members: list[tuple[int, int]], parts: list[tuple[Frame, Pairs]]) -> Batch:
+    def _join(self, members: list[tuple[int, int]], parts: list[tuple[Frame, Any]]) -> Batch:
         name = ", ".join(f"{self.dataset.systems[i].name} frame {k}" for i, k in members)
-        return collate([f for f, _ in parts], [e for _, e in parts], self.needs.ntypes, name)
+        join: Any = collate if self.block[1] == 1 else collate_parts
+        return join([f for f, _ in parts], [e for _, e in parts], self.needs.ntypes, name)
 
-    def frame(self, i: int, k: int) -> tuple[Frame, Pairs]:
-        """Frame k of system i, sorted by type, with its neighbour pairs."""
+    def frame(self, i: int, k: int) -> tuple[Frame, Any]:
+        """Frame k of system i, sorted by type, with its neighbour pairs, or, with blocks, its Part."""
         return self._cache.kept((id(self), "frame", i, k), lambda: self._prepare(i, k), _bytes)
 
-    def _prepare(self, n: int, k: int) -> tuple[Frame, Pairs]:
+    def _prepare(self, n: int, k: int) -> tuple[Frame, Any]:
         system = self.dataset.systems[n]
-        return self.prepare(system.frame(k), f"{system.name}, frame {k}")
+        frame, where = system.frame(k), f"{system.name}, frame {k}"
+        return self.prepare(frame, where) if self.block[1] == 1 else self.prepare.part(frame, where, *self.block)
 
     # ---- in the background
 
@@ -114,17 +129,23 @@ def _bytes(item: Any) -> int:
     if isinstance(item, Batch):
         edges = item.edges
         arrays: list = [item.coord, item.type, item.frame, item.order, *item.labels.values(), edges.i, edges.j, edges.r]
+        if item.part is not None:
+            return 2000 + sum(a.nbytes for a in arrays) + _bytes(item.part)
     else:
         frame, pairs = item
+        pairs = pairs.pairs if isinstance(pairs, Part) else pairs
         arrays = [frame.coord, frame.type, *frame.labels.values(), *pairs]
     return 2000 + sum(a.nbytes for a in arrays)  # the constant stands for the objects themselves
 
 
-def collate(frames: list[Frame], edges: list[Pairs], ntypes: int, name: str = "") -> Batch:
+def collate(
+    frames: list[Frame], edges: list[Pairs], ntypes: int, name: str = "", others: list[np.ndarray] | None = None
+) -> Batch:
     """Frames side by side, atoms of all frames sorted by type, edges with their centres.
 
     edges of a frame: (i, j, r) sorted by i. Virtual atoms are left out; order tells where each atom came from. Frames
-    that are sorted by type already (Frame.by_type) are joined by copying slices, others are sorted first.
+    that are sorted by type already (Frame.by_type) are joined by copying slices, the rest is sorted first.
+    others: types of atoms that are no centres, numbered behind those of the frame, in the batch behind all centres.
     """
     labels = sorted(frames[0].labels)
     if any(sorted(f.labels) != labels for f in frames):
@@ -137,18 +158,26 @@ def collate(frames: list[Frame], edges: list[Pairs], ntypes: int, name: str = ""
     place = np.cumsum([0] + [f.nfile or len(f.type) for f in frames])  # (B + 1,) first place of each frame
     order = [p + (np.arange(len(f.type)) if f.order is None else f.order) for p, f in zip(place, frames, strict=False)]
     periodic = any(f.cell is not None for f in frames)
+    centers, places = join([f.type for f in frames]), join.places
+    types = centers if others is None else np.concatenate([centers, *others])
+    if others is not None:
+        begin = np.cumsum([len(centers)] + [len(t) for t in others])
+        places = [np.append(p, b + np.arange(len(t))) for p, b, t in zip(places, begin, others, strict=False)]
     return Batch(
-        type=_int(join([f.type for f in frames])),
+        type=_int(centers),
         frame=_int(join([np.full(len(f.type), k) for k, f in enumerate(frames)])),
         natoms=_float(np.array([len(f.type) for f in frames])),
+        lowest=_int(np.array([f.type.min(initial=ntypes) for f in frames])),
         type_counts=join.type_counts,
         coord=_float(join([f.coord for f in frames])),
         cell=_float(np.stack([np.zeros((3, 3)) if f.cell is None else f.cell for f in frames])) if periodic else None,
         edges=Edges(
             i=_int(np.repeat(np.arange(len(count)), count)),
-            j=_int(join([p[e[1]] for p, (_, e) in zip(join.places, parts, strict=True)], firsts)),
+            j=_int(join([p[e[1]] for p, (_, e) in zip(places, parts, strict=True)], firsts)),
             r=_float(join([e[2] for _, e in parts], firsts)),
             first=_int(np.concatenate([[0], np.cumsum(count)])),
+            type=_int(types),
+            type_counts=tuple(np.bincount(types, minlength=ntypes).tolist()),
             nearest=min(_nearest(e[2]) for _, e in parts),
         ),
         order=_int(join(order)),
@@ -157,6 +186,32 @@ def collate(frames: list[Frame], edges: list[Pairs], ntypes: int, name: str = ""
         aparam=None if frames[0].aparam is None else _float(join([_given(f.aparam) for f in frames])),
         name=name,
     )
+
+
+def collate_parts(frames: list[Frame], parts: list[Part], ntypes: int, name: str = "") -> Batch:
+    """Frames side by side without edges, their labels as usual, and in `part` what this worker computes of them."""
+    none = np.empty(0, np.int32), np.empty(0, np.int32), np.empty((0, 3))
+    whole = collate(frames, [none] * len(frames), ntypes, name)
+    centers = [_only(f, p.atoms[: p.centers]) for f, p in zip(frames, parts, strict=True)]
+    others = [p.atoms[p.centers :] for p in parts]
+    types = [f.type[o] for f, o in zip(frames, others, strict=True)]
+    part = collate(centers, [p.pairs for p in parts], ntypes, name, types)
+    places = _Join([f.type for f in frames], ntypes).places  # of each frame's atoms in the whole
+    rows = [np.concatenate(places)[part.order.numpy()], *(p[o] for p, o in zip(places, others, strict=True))]
+    own = None
+    if any(p.own is not None for p in parts):
+        masks = [np.ones(p.centers) if p.own is None else p.own for p in parts]
+        own = _float(_Join([f.type for f in centers], ntypes)(masks))
+    return replace(
+        whole, part=replace(part, natoms=whole.natoms, lowest=whole.lowest, rows=_int(np.concatenate(rows)), own=own)
+    )
+
+
+def _only(frame: Frame, atoms: np.ndarray) -> Frame:
+    """Some atoms of a frame that is sorted by type, without labels; `order` tells which."""
+    aparam = None if frame.aparam is None else frame.aparam[atoms]
+    coord, types = frame.coord[atoms], frame.type[atoms]
+    return replace(frame, coord=coord, type=types, aparam=aparam, labels={}, order=atoms, nfile=len(frame.type) or None)
 
 
 class _Join:

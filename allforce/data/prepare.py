@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from allforce.data.batch import Frame
+from allforce.data.blocks import Part, pairs_of_block, part_of
 from allforce.errors import UserError
-from allforce.neighbors import check_distances, limit_neighbors, neighbor_list, visible_pairs
+from allforce.neighbors import Pairs, check_distances, limit_neighbors, neighbor_list, visible_pairs
 from allforce.trace import NEIGHBORS, phase
 
 log = logging.getLogger("deepmd.data")
-
-Pairs = tuple[np.ndarray, np.ndarray, np.ndarray]  # i (E,), j (E,), r (E, 3) of one frame, sorted by i
 
 
 @dataclass(frozen=True)
@@ -27,6 +26,7 @@ class Limit:
     rcut: float
     most: list[int] | int | None = None  # None: no limit
     key: str = "model"  # of the input, for messages
+    depth: int = 1  # how many edges away an atom has an influence: the layers of a model that passes messages
 
     def __or__(self, other: Limit) -> Limit:
         """The limit of two parts that look at the same edges: the larger one in everything."""
@@ -36,7 +36,7 @@ class Limit:
             most = max(self.most, other.most)
         else:
             most = None
-        return Limit(max(self.rcut, other.rcut), most, self.key)
+        return Limit(max(self.rcut, other.rcut), most, self.key, max(self.depth, other.depth))
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,16 @@ class Preparation:
             i, j, r = neighbor_list(frame.coord, frame.cell, self.needs.limit.rcut, where=where)
         check_distances(i, j, r, where, frame.order)
         return frame, self.limited(i, j, r, frame.type, where)
+
+    def part(self, frame: Frame, where: str, number: int, of: int) -> tuple[Frame, Part]:
+        """The whole frame as above, and what worker `number` of `of` computes of it: its block of space."""
+        frame, limit = self.with_parameters(frame, where).by_type(), self.needs.limit
+        with phase(NEIGHBORS):
+            own, centers, (i, j, r) = pairs_of_block(
+                frame.coord, frame.cell, limit.rcut, number, of, limit.depth, where
+            )
+        check_distances(i, j, r, where, frame.order)
+        return frame, part_of(own, centers, self.limited(i, j, r, frame.type, where), len(frame.type))
 
     def with_parameters(self, frame: Frame, where: str) -> Frame:
         """The frame with the parameters that the model takes, and no others."""

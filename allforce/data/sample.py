@@ -15,12 +15,11 @@ import torch
 from allforce.data.batch import Batch, Frame
 from allforce.data.dataset import DataSet
 from allforce.data.loader import Loader
-from allforce.data.prepare import Pairs
 from allforce.data.stat_file import StatFile
 from allforce.data.system import System
 from allforce.distributed.comm import Comm
 from allforce.errors import UserError
-from allforce.neighbors import check_distances, neighbor_list
+from allforce.neighbors import Pairs, check_distances, neighbor_list
 
 ITEM = TypeVar("ITEM")
 SAME_ENERGY = 1e-3  # eV; more between two energies of the same isolated atom is a mistake
@@ -30,7 +29,7 @@ class Sample:
     """The first `nbatch` batches of every system (all of it, if it has fewer), frames as they are stored."""
 
     def __init__(self, loader: Loader, nbatch: int, comm: Comm, split: bool = True, stat_file: str | None = None):
-        self.loader, self.comm, self.needs = loader, comm, loader.needs
+        self.loader, self.comm, self.needs = loader.whole, comm, loader.needs
         self.members = share(first_frames(loader.dataset, nbatch), comm, split)  # (system, frame) of this worker
         self.file = StatFile(stat_file, loader.dataset.type_map, comm)
 

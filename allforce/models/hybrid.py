@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from allforce.config.section import Section, key, one_of
-from allforce.data.batch import Batch, Edges
+from allforce.data.batch import Batch
 from allforce.data.prepare import Limit, Pairs
 from allforce.data.sample import Sample
 from allforce.models.descriptor import Descriptor, Pull
@@ -111,7 +111,7 @@ class Hybrid(Descriptor):
             edges = batch.edges
             first = torch.zeros_like(edges.first)
             first[1:] = torch.bincount(edges.i[e], minlength=len(batch.type)).cumsum(0)
-            few = Edges(edges.i[e], edges.j[e], edges.r[e], first, edges.nearest)
+            few = replace(edges, i=edges.i[e], j=edges.j[e], r=edges.r[e], first=first)
             yield d, replace(batch, edges=few), r[e], e
 
     def forward(self, batch: Batch, r: Tensor) -> Tensor:
@@ -173,14 +173,14 @@ def within(batch: Batch, r: Tensor, limit: Limit, ntypes: int) -> Tensor:
         return keep
     i, j = batch.edges.i, batch.edges.j
     most = torch.as_tensor(limit.most, dtype=torch.int64, device=r.device).expand(ntypes)
-    group = i if isinstance(limit.most, int) else i * ntypes + batch.type[j]
+    group = i if isinstance(limit.most, int) else i * ntypes + batch.edges.type[j]
     order = torch.argsort(d, stable=True)
     order = order[torch.argsort(group[order], stable=True)]  # by group, then by distance
     count = torch.bincount(group, minlength=len(batch.type) * (1 if isinstance(limit.most, int) else ntypes))
     first = count.cumsum(0) - count
     rank = torch.empty_like(order)
     rank[order] = torch.arange(len(order), device=r.device) - first[group[order]]
-    return keep & (rank < most[batch.type[j]])
+    return keep & (rank < most[batch.edges.type[j]])
 
 
 class SeenBy:

@@ -121,7 +121,7 @@ def moments(r, j, first, types, center, used, group, rs, rc, p, r_close, lo, inv
     """A[i, :, (t − begin)·K + k] += w_e B_k(x_e) R̂_e over the edges of i, and the empty slots of `sel`; t a group."""
     value = np.empty(LANES)
     c, b, t = edge_buffers(first)
-    for i in range(types.shape[0]):
+    for i in range(first.shape[0] - 1):
         tau = types[i]
         avg, scale_r, scale_a = center[tau, 0], center[tau, 1], center[tau, 2]
         empty = sel.copy()
@@ -155,7 +155,7 @@ def pull(r, j, first, types, center, used, group, rs, rc, p, r_close, lo, inv_h,
     value = np.empty(LANES)
     slope = np.empty(LANES)
     c, b, t = edge_buffers(first)
-    for i in range(types.shape[0]):
+    for i in range(first.shape[0] - 1):
         tau = types[i]
         avg, scale_r, scale_a = center[tau, 0], center[tau, 1], center[tau, 2]
         on_grid(r, first[i], first[i + 1], avg, scale_r, scale_a, rs, rc, p, lo, inv_h, K, weighted, c, b)
@@ -195,7 +195,7 @@ def push(r, j, first, types, center, used, group, rs, rc, p, r_close, lo, inv_h,
     value = np.empty(LANES)
     slope = np.empty(LANES)
     c, b, t = edge_buffers(first)
-    for i in range(types.shape[0]):
+    for i in range(first.shape[0] - 1):
         tau = types[i]
         avg, scale_r, scale_a = center[tau, 0], center[tau, 1], center[tau, 2]
         on_grid(r, first[i], first[i + 1], avg, scale_r, scale_a, rs, rc, p, lo, inv_h, K, weighted, c, b)
@@ -230,7 +230,7 @@ def radial_moments(r, j, first, types, center, used, group, rs, rc, p, r_close, 
     """A[i, 0, (t − begin)·K + k] += B_k(x_e): one component, no rows and no empty slots."""
     value = np.empty(LANES)
     c, b, t = edge_buffers(first)
-    for i in range(types.shape[0]):
+    for i in range(first.shape[0] - 1):
         tau = types[i]
         on_grid(
             r,
@@ -263,7 +263,7 @@ def radial_pull(r, j, first, types, center, used, group, rs, rc, p, r_close, lo,
     """g_e = ∂E/∂r_e from gA = ∂E/∂A of radial_moments."""
     slope = np.empty(LANES)
     c, b, t = edge_buffers(first)
-    for i in range(types.shape[0]):
+    for i in range(first.shape[0] - 1):
         tau = types[i]
         on_grid(
             r,
@@ -300,7 +300,7 @@ def radial_push(r, j, first, types, center, used, group, rs, rc, p, r_close, lo,
     """The adjoint of radial_pull."""
     slope = np.empty(LANES)
     c, b, t = edge_buffers(first)
-    for i in range(types.shape[0]):
+    for i in range(first.shape[0] - 1):
         tau = types[i]
         on_grid(
             r,

@@ -77,7 +77,7 @@ def times(A: Tensor, C: Tensor, g: Geometry) -> Tensor:
     """A (N, c, m) times C (nets, m, M) → (N, c, M); one net for all centres, or one for each centre type."""
     if len(C) == 1:
         return A @ C[0]
-    return torch.cat([a @ c for (a,), c in zip(g.blocks(A), C, strict=True)]).view(len(A), g.width, -1)
+    return torch.cat([a @ c for (a,), c in zip(g.blocks(A), C, strict=True)]).view(len(A), g.width, C.shape[2])
 
 
 def gradient_of_table(A: Tensor, T: Tensor, nets: int, g: Geometry) -> Tensor:
@@ -149,7 +149,7 @@ class Compiled:
 
     @staticmethod
     def arguments(g: Geometry, begin: int, end: int) -> tuple:
-        arrays = (x.numpy() for x in (g.r, g.edges.j, g.edges.first, g.type, g.center, g.used, g.group))
+        arrays = (x.numpy() for x in (g.r, g.edges.j, g.edges.first, g.edges.type, g.center, g.used, g.group))
         grid = (g.grid.lo, 1.0 / g.grid.h, g.grid.K)
         return *arrays, g.rs, g.rc, g.protection, g.r_close, *grid, g.row == "w R", begin, end
 
@@ -194,7 +194,7 @@ class Eager:
     @staticmethod
     def places(x: Tensor, g: Geometry, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
         """Places in A (E, WIDTH, c), spline values and slopes (E, WIDTH), zero for edges not in use."""
-        tau, kind = g.type[g.edges.i], g.type[g.edges.j]
+        tau, kind = g.type[g.edges.i], g.edges.type[g.edges.j]
         t, groups = g.group[kind], end - begin
         keep = g.used[tau, kind] & (torch.linalg.vector_norm(g.r, dim=1) >= g.r_close) & (t >= begin) & (t < end)
         b, value, slope = g.grid.weights(x[:, 0].clamp(max=g.grid.hi).detach())
@@ -218,7 +218,7 @@ class Eager:
             return A
         N, groups = len(g.type), len(g.sel)
         count = torch.zeros(N * groups, dtype=g.sel.dtype, device=A.device)
-        count.index_add_(0, g.edges.i * groups + g.group[g.type[g.edges.j]], torch.ones_like(g.r[:, 0]))
+        count.index_add_(0, g.edges.i * groups + g.group[g.edges.type[g.edges.j]], torch.ones_like(g.r[:, 0]))
         empty = (g.sel - count.view(N, groups)).clamp(min=0.0)[:, begin:end]  # (N, groups of this piece)
         p0 = -g.center[:, 0] * g.center[:, 1]  # (nt,) of the centre type
         b, value, _ = g.grid.weights(p0)

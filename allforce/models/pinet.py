@@ -143,7 +143,7 @@ class Out(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (…, c) -> (…, units)
         y = self.out_units(self.ff_layer(x.flatten(0, -2)))
-        return y.view(*x.shape[:-1], -1)
+        return y.view(*x.shape[:-1], y.shape[-1])
 
 
 class Residual(nn.Module):

@@ -209,7 +209,7 @@ class PinnModel(Model):
 
     @property
     def needs(self) -> Needs:
-        return Needs(len(self.type_map), Limit(self.config.rc, None, "model/rc"))
+        return Needs(len(self.type_map), Limit(self.config.rc, None, "model/rc", self.config.depth))
 
     def parts(self) -> dict[str, nn.Module]:
         return {"network": self.network}
@@ -317,8 +317,8 @@ class PiNetDipole(PinnModel):
     @property
     def needs(self) -> Needs:
         return Needs(
-            len(self.type_map), Limit(self.config.rc, None, "model/rc"), numb_aparam=int("OS" in self.parts_of),
-            parameters_key="model/kind",
+            len(self.type_map), Limit(self.config.rc, None, "model/rc", self.config.depth),
+            numb_aparam=int("OS" in self.parts_of), parameters_key="model/kind",
         )  # fmt: skip
 
     @property

@@ -37,6 +37,7 @@ class Potential(Model):
         with torch.enable_grad():
             r = r.detach().requires_grad_()
             e = self.energies(batch, r)
+            e = e if batch.own is None else e * batch.own
             (gradient,) = torch.autograd.grad(
                 e.sum(), r, create_graph=training, allow_unused=True, materialize_grads=True
             )
@@ -44,21 +45,22 @@ class Potential(Model):
 
     def energies_alone(self, batch: Batch) -> Tensor:
         """e_i (N,) where no derivative by r_e is asked for: a place for a shorter way."""
-        return self.energies(batch, batch.edges.r)
+        e = self.energies(batch, batch.edges.r)
+        return e if batch.own is None else e * batch.own
 
     def forward(self, batch: Batch, wanted: Collection[str]) -> dict[str, Tensor]:
-        r = batch.edges.r
+        r, atoms = batch.edges.r, len(batch.edges.type)  # in a part of a batch more than the centres
         if DERIVATIVES.isdisjoint(wanted):
             e, gradient = self.energies_alone(batch), None
         else:
             e, gradient = self.energies_and_gradient(batch, r)
         out = {"energy": e.new_zeros(batch.nframes).index_add(0, batch.frame, e), "atomic energy": e}
         if gradient is not None and "forces" in wanted:
-            out["forces"] = AtomsOfEdges.apply(gradient, batch.edges, len(e))
+            out["forces"] = AtomsOfEdges.apply(gradient, batch.edges, atoms)
         if gradient is not None and not {"virial", "atomic virial"}.isdisjoint(wanted):
             of_edges = -(gradient[:, :, None] * r[:, None, :]).flatten(1)  # (E, 9)
             if "virial" in wanted:
                 out["virial"] = of_edges.new_zeros(batch.nframes, 9).index_add(0, batch.frame[batch.edges.i], of_edges)
             if "atomic virial" in wanted:  # of the neighbour of each edge
-                out["atomic virial"] = of_edges.new_zeros(len(e), 9).index_add(0, batch.edges.j, of_edges)
+                out["atomic virial"] = of_edges.new_zeros(atoms, 9).index_add(0, batch.edges.j, of_edges)
         return out

@@ -222,7 +222,7 @@ class SeAtten(Moments):
 
     def embedding(self, batch: Batch, r: Tensor) -> Tensor:
         i, j = batch.edges.i, batch.edges.j
-        R, w, types = *self.rows_and_switch(batch, r, i, j), (batch.type[i], batch.type[j])
+        R, w, types = *self.rows_and_switch(batch, r, i, j), (batch.type[i], batch.edges.type[j])
         if self.on_table(batch):
             G = self.interpolated(R[:, :1], *types, w)
             if batch.edges.nearest < self.r_close:
@@ -235,7 +235,7 @@ class SeAtten(Moments):
     def embedding_of(self, batch: Batch, r: Tensor, subset: Tensor) -> Tensor:
         i, j, r = batch.edges.i[subset], batch.edges.j[subset], r[subset]
         R, w = self.rows_and_switch(batch, r, i, j)
-        G = self.values(R[:, :1], batch.type[i], batch.type[j], w)
+        G = self.values(R[:, :1], batch.type[i], batch.edges.type[j], w)
         return sum_over_edges(i, R, G, len(batch.type)) / self.nnei
 
     def rows_and_switch(self, batch: Batch, r: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
@@ -271,10 +271,7 @@ class SeAtten(Moments):
     def empty_slots(self, batch: Batch) -> Tensor:
         """(sel − n_i) p ⊗ G(p_0), p = −davg/dstd of the centre: what the padding of `sel` adds to T."""
         p = (-self.davg / self.dstd).to(self.dtype)[batch.type]  # (N, 4)
-        lowest = torch.full((batch.nframes,), self.ntypes, device=p.device).scatter_reduce(
-            0, batch.frame, batch.type, "amin"
-        )
-        G = self.values(p[:, :1], batch.type, lowest[batch.frame], torch.zeros_like(p[:, :1]))
+        G = self.values(p[:, :1], batch.type, batch.lowest[batch.frame], torch.zeros_like(p[:, :1]))
         for layer in self.attention:
             G = layer.alone(G)
         empty = (self.nnei - batch.edges.first.diff()).clamp(min=0.0).to(self.dtype)
@@ -284,13 +281,13 @@ class SeAtten(Moments):
         """Σ_e R̂_e ⊗ G_e after the attention layers, neighbours of an atom side by side."""
         i, j = batch.edges.i, batch.edges.j
         N, count = len(batch.type), batch.edges.first.diff()
-        n = max(1, int(count.max())) if count.device.type == "cpu" else int(self.nnei)  # a GPU does not wait for it
+        n = int(count.max()) if len(i) and count.device.type == "cpu" else int(self.nnei)  # a GPU does not wait for it
         place = i * n + torch.arange(len(i), device=i.device) - batch.edges.first[i]
 
         def dense(values: Tensor) -> Tensor:
-            return values.new_zeros(N * n, values.shape[1]).index_copy(0, place, values).view(N, n, -1)
+            return values.new_zeros(N * n, values.shape[1]).index_copy(0, place, values).view(N, n, values.shape[1])
 
-        used = self.used[batch.type[i], batch.type[j]][:, None]
+        used = self.used[batch.type[i], batch.edges.type[j]][:, None]
         mask = dense(used.to(w.dtype))[:, :, 0] > 0
         at = Neighbors(mask, dense(w * used)[:, :, 0], dense(F.normalize(R[:, 1:])), self.nnei - mask.sum(1))
         G = dense(G)
@@ -304,7 +301,7 @@ class SeAtten(Moments):
         """Whether the table pays: its rows grow with the square of the number of types in the batch."""
         if self.table.grid is None:
             return False
-        n = sum(count > 0 for count in batch.type_counts)
+        n = sum(count > 0 for count in batch.edges.type_counts)
         rows = self.table.K * (1 if self.nets.strip else n if self.config.type_one_side else n * n)
         return rows <= WORTH * len(batch.edges.i) or n <= 2
 
@@ -315,7 +312,7 @@ class SeAtten(Moments):
 
     def present(self, batch: Batch) -> tuple[tuple[int, ...], Tensor, Tensor, Tensor]:
         """Of the types that the batch has: atoms of each, place of each type among them, and the pairs they make."""
-        types = tuple(t for t, count in enumerate(batch.type_counts) if count)
+        types = tuple(t for t, count in enumerate(batch.edges.type_counts) if count) or (0,)
         if types not in self.known:
             device = batch.type.device
             group = torch.zeros(self.ntypes, dtype=torch.int64)
@@ -323,7 +320,7 @@ class SeAtten(Moments):
             centers = types[:1] if self.config.type_one_side else types
             a, b = torch.cartesian_prod(torch.tensor(centers, dtype=torch.int64), torch.tensor(types)).T
             self.known[types] = group.to(device), a.to(device), b.to(device)
-        return tuple(n for n in batch.type_counts if n), *self.known[types]
+        return tuple(batch.type_counts[t] for t in types), *self.known[types]
 
     def embed_table(self, batch: Batch, r: Tensor) -> tuple[Tensor, Pull]:
         terms = list(self.terms(batch, r))

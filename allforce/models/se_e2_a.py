@@ -104,7 +104,7 @@ class SeE2A(Moments):
         i, j = batch.edges.i, batch.edges.j
         if subset is not None:
             i, j, r = i[subset], j[subset], r[subset]
-        center, neighbor = batch.type[i], batch.type[j]
+        center, neighbor = batch.type[i], batch.edges.type[j]
         R = self.rows(batch, r, i, j)
         T = torch.zeros(len(batch.type) * 4, self.M1, dtype=self.dtype, device=r.device)
         net = neighbor if self.one_side else neighbor * self.ntypes + center  # (E,)
@@ -118,7 +118,7 @@ class SeE2A(Moments):
         """Σ_t (sel_t − n_it) p ⊗ net_t(p_0), p = −davg/dstd of the centre: what the padding of `sel` adds."""
         N, nt, i = len(batch.type), self.ntypes, batch.edges.i
         count = torch.zeros(N * nt, dtype=torch.float64, device=i.device).index_add_(
-            0, i * nt + batch.type[batch.edges.j], torch.ones_like(i, dtype=torch.float64)
+            0, i * nt + batch.edges.type[batch.edges.j], torch.ones_like(i, dtype=torch.float64)
         )
         empty = (self.sel - count.view(N, nt)).clamp(min=0.0).to(self.dtype)  # (N, nt)
         p = (-self.davg / self.dstd).to(self.dtype)  # (nt, 4)

@@ -74,7 +74,7 @@ class SeE2R(TwoBody):
         i, j = batch.edges.i, batch.edges.j
         if subset is not None:
             i, j, r = i[subset], j[subset], r[subset]
-        center, neighbor = batch.type[i], batch.type[j]
+        center, neighbor = batch.type[i], batch.edges.type[j]
         x = self.rows(batch, r, i, j)[:, :1]
         D = torch.zeros(len(batch.type), self.dim, dtype=self.dtype, device=r.device)
         for n, curve in enumerate(curves):
@@ -86,7 +86,7 @@ class SeE2R(TwoBody):
 
     def constant(self, batch: Batch) -> Tensor:
         """What empty slots and excluded neighbours add: Σ_t (sel_t − n_it) net_t(p_0) and Σ_t n_it net_t(0)."""
-        i, neighbor = batch.edges.i, batch.type[batch.edges.j]
+        i, neighbor = batch.edges.i, batch.edges.type[batch.edges.j]
         N, nt = len(batch.type), self.ntypes
         count = torch.zeros(N * nt, dtype=torch.float64, device=i.device)
         count = count.index_add_(0, i * nt + neighbor, torch.ones_like(i, dtype=torch.float64)).view(N, nt)

@@ -143,7 +143,7 @@ class SeE3(TwoBody):
     # ---- the equation
 
     def forward(self, batch: Batch, r: Tensor) -> Tensor:
-        i, neighbor = batch.edges.i, batch.type[batch.edges.j]
+        i, neighbor = batch.edges.i, batch.edges.type[batch.edges.j]
         v = self.rows(batch, r, i, batch.edges.j)[:, 1:]
         exact = self.table.grid is None or batch.edges.nearest < self.r_close
         curves: Iterable[Curve] = self.nets if exact else self.splines()
@@ -165,7 +165,7 @@ class SeE3(TwoBody):
         if grid is None or batch.edges.nearest < self.r_close or not kernels.compiled(r):
             return by_autograd(lambda x: self(batch, x), r)
         unit, q, dq = self.length_of_v(batch, r)
-        neighbor = batch.type[batch.edges.j]
+        neighbor = batch.edges.type[batch.edges.j]
         triples = Triples(q * unit, batch.edges, neighbor, self.place, grid, len(self.pairs), self.dtype)
         C = self.table.coefficients(self.nets) * self.scale[:, None]  # (K, nets, M)
         C = C.transpose(0, 1).reshape(-1, self.dim)
@@ -180,7 +180,7 @@ class SeE3(TwoBody):
     def length_of_v(self, batch: Batch, r: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """v = q n: the unit vectors n (E, 3), q and its derivative by the distance (E, 1)."""
         rs, rc, p = self.radii()
-        center, neighbor = batch.type[batch.edges.i], batch.type[batch.edges.j]
+        center, neighbor = batch.type[batch.edges.i], batch.edges.type[batch.edges.j]
         scale = (self.used[center, neighbor] / self.dstd[center, 1])[:, None]
         with torch.enable_grad():
             d = torch.linalg.vector_norm(r.detach(), dim=1, keepdim=True).requires_grad_()

@@ -167,7 +167,7 @@ class TwoBody(Descriptor):
 
     def rows(self, batch: Batch, r: Tensor, i: Tensor, j: Tensor) -> Tensor:
         """R̂ (E, 4) of the edges r (E, 3) from i to j, 0 for excluded pairs of types."""
-        center, neighbor = batch.type[i], batch.type[j]
+        center, neighbor = batch.type[i], batch.edges.type[j]
         R = environment(r, *self.radii())
         return ((R - self.davg[center]) / self.dstd[center] * self.used[center, neighbor][:, None]).to(self.dtype)
 

@@ -141,6 +141,7 @@ def run(
         facts["host"] = socket.gethostname()
         monitor = Monitor(job.input.training, comm, device, facts, timeline_of(timeline, job, comm), job.restarted)
         job.exit_code = Trainer(job, comm, monitor, collector, options.wall_time).run()
+        job.mesh.close()
     return job
 
 
@@ -191,9 +192,11 @@ def summary_rows(
     config, schedule = job.input.training, job.schedule
     shared = isinstance(comm.comm, HostComm) and comm.comm.blocks
     sizes = [job.loader.dataset.mixed_batch] if job.loader.dataset.mixed_batch else job.loader.dataset.batch_sizes
-    factor = comm.size * config.acc_freq
+    factor = job.mesh.groups * config.acc_freq
     frames = f"{factor * min(sizes)}" + (f" to {factor * max(sizes)}" if min(sizes) < max(sizes) else "")
-    how = f"{comm.size} workers" + (f", {config.acc_freq} batches each" if config.acc_freq > 1 else "")
+    mesh = job.mesh
+    how = f"{mesh.groups} groups of {mesh.size} workers" if mesh.size > 1 else f"{comm.size} workers"
+    how += f", {config.acc_freq} batches each" if config.acc_freq > 1 else ""
     return [
         ("world size", str(comm.size)),
         ("my rank", str(comm.rank)),

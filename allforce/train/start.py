@@ -18,10 +18,12 @@ from allforce.data.dataset import DataSet
 from allforce.data.loader import Loader
 from allforce.data.sampler import Sampler, make_sampler, stride
 from allforce.distributed.comm import Comm
+from allforce.distributed.mesh import Mesh
 from allforce.errors import UserError
 from allforce.logs import log
 from allforce.losses import LOSSES, Loss
 from allforce.models import MODELS, Model
+from allforce.models.parts import check_sums, summands
 from allforce.schedule import Schedule
 from allforce.train.build import change_bias, complete_model, set_statistics
 from allforce.train.datasets import Given, make_cache, open_data
@@ -52,6 +54,7 @@ class Job:
     run: str
     restarted: bool
     comm: Comm
+    mesh: Mesh
     consumed: int = 0  # micro-batches of all workers before the first step of this run
     sum_since: list[float] | None = None  # of the checkpoint, for disp_avg
     exit_code: int = 0  # of the training
@@ -66,12 +69,15 @@ class Job:
         return Path(config.save_dir or ".") / config.save_ckpt
 
     def predict(self, batch: Batch) -> dict[str, Tensor]:
-        return self.state.model(batch, self.loss.wanted)
+        """Of the whole batch, whoever computes which part of it."""
+        if batch.part is None:
+            return self.state.model(batch, self.loss.wanted)
+        return self.mesh.sum(summands(self.state.model, batch, self.loss.wanted))
 
     def first_and_stride(self, step: int) -> tuple[int, int]:
         """Number of this worker's first micro-batch of a step in its sampler's order, and the distance to its next."""
-        offset, distance = stride(self.input.training.sharding, self.comm.rank, self.comm.size)
-        before = self.consumed if distance == self.comm.size else self.consumed // self.comm.size
+        offset, distance = stride(self.input.training.sharding, self.mesh.number, self.mesh.groups)
+        before = self.consumed if distance == self.mesh.groups else self.consumed // self.mesh.groups
         return offset + before + distance * self.input.training.acc_freq * (step - self.first), distance
 
     def names_of(self, step: int) -> list[str]:
@@ -82,19 +88,20 @@ class Job:
 
     def meta(self, step: int) -> dict[str, Any]:
         """What a checkpoint says besides its tensors."""
-        consumed = self.consumed + (step - self.first) * self.comm.size * self.input.training.acc_freq
-        own = {"run": self.run, "seed": self.seed, "micro_batches": consumed, "workers": self.comm.size}
+        consumed = self.consumed + (step - self.first) * self.mesh.groups * self.input.training.acc_freq
+        own = {"run": self.run, "seed": self.seed, "micro_batches": consumed, "workers": self.mesh.groups}
         return own | {"input": normalised(self.input)}
 
 
 def prepare(settings: Input, comm: Comm, options: Options, device: torch.device, data: Given | None = None) -> Job:
     """Open the data, make the statistics, build the model and give every worker the same initial state."""
+    mesh = Mesh(comm, settings.training.spatial_workers)
     source = read_source(options, comm)
     training, validation = open_data(settings, source, comm, data)
     split = settings.training.sharding != "partition"
     section, nearest = complete_model(settings.model, training, options, source, comm, split)
     settings = settings.model_copy(update={"model": section})
-    complete, (settings, numb_steps) = normalised(settings), scaled_steps(settings, training, comm)
+    complete, (settings, numb_steps) = normalised(settings), scaled_steps(settings, training, comm, mesh.groups)
     seed = shared_seed(settings.training.seed, source, comm)
     if options.restart is not None and source is not None and source.step >= numb_steps:
         raise NothingToDo(f"{source.name} is at step {source.step} of {numb_steps}: nothing is left to do")
@@ -109,20 +116,23 @@ def prepare(settings: Input, comm: Comm, options: Options, device: torch.device,
     model = MODELS[section.type](section)
     loss = LOSSES[settings.loss.type](settings.loss, settings.learning_rate.start_lr, model.outputs)
     check_labels(training, loss, comm, split)
-    schedule = Schedule(settings.learning_rate, numb_steps, comm.size, getattr(settings.loss, "schedule", "lr"))
-    sampler = make_sampler(training, seed, settings.training.sharding, comm.rank)
+    schedule = Schedule(settings.learning_rate, numb_steps, mesh.groups, getattr(settings.loss, "schedule", "lr"))
+    sampler = make_sampler(training, seed, settings.training.sharding, mesh.number)
     model.min_nbor_dist = nearest
     check_outputs(model, loss, settings)
+    if mesh.size > 1:
+        check_sums(model, loss.wanted, "training/spatial_workers")
     cache = make_cache(settings.training.cache_memory, comm)
-    loader = Loader(training, sampler, model.needs, device, cache)
+    block = mesh.place, mesh.size
+    loader = Loader(training, sampler, model.needs, device, cache, block)
     state = initial_state(model, settings, loader, loss, source, options, comm)
     held_out = None
     if validation is not None:
-        held_out = Loader(validation, Sampler(validation, seed ^ VALIDATION), model.needs, device, cache)
+        held_out = Loader(validation, Sampler(validation, seed ^ VALIDATION), model.needs, device, cache, block)
     run, restarted = run_name(source), options.restart is not None
-    job = Job(settings, state, loss, schedule, loader, held_out, numb_steps, seed, run, restarted, comm)
+    job = Job(settings, state, loss, schedule, loader, held_out, numb_steps, seed, run, restarted, comm, mesh)
     if restarted and source is not None:
-        old = state.step * comm.size * settings.training.acc_freq  # as checkpoints of version 1 mean it
+        old = state.step * mesh.groups * settings.training.acc_freq  # as checkpoints of version 1 mean it
         job.consumed, job.sum_since = old if source.consumed is None else source.consumed, source.sum_since
     return job
 
@@ -177,13 +187,14 @@ def initial_state(
     return state
 
 
-def scaled_steps(settings: Input, training: DataSet, comm: Comm) -> tuple[Input, int]:
+def scaled_steps(settings: Input, training: DataSet, comm: Comm, workers: int) -> tuple[Input, int]:
     """numb_steps, and the settings with its counts of steps divided by the workers where that is asked for.
 
-    An epoch is one pass of all workers together, so numb_epoch needs no scaling.
+    workers: a group that splits frames counts as one. An epoch is one pass of all together, so numb_epoch needs no
+    scaling.
     """
     config, rate = settings.training, settings.learning_rate
-    steps, workers = config.numb_steps, comm.size
+    steps = config.numb_steps
     if steps is None:
         batches = training.total_batches()
         if config.sharding == "partition":

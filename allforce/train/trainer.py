@@ -2,6 +2,7 @@
 
 Step s of W workers: every worker takes acc_freq micro-batches, the gradient is the mean over all W·acc_freq of them,
 one collective adds it up together with the sums behind the displayed figures, and the optimizer makes one update.
+Workers that split frames (training/spatial_workers) are a group that counts as one worker: see distributed/mesh.py.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Trainer:
         self.job, self.comm, self.monitor, self.collector = job, comm, monitor, collector
         self.requests, self.writer = StopRequests(wall_time), Writer(job.prefix, job.input.training.max_ckpt_keep)
         self.config, self.state, self.loss, self.schedule = job.input.training, job.state, job.loss, job.schedule
-        self.model, self.flat = job.state.model, job.state.flat
+        self.model, self.flat, self.mesh = job.state.model, job.state.flat, job.mesh
         if self.config.acc_freq == 1:
             self.flat.land()
         self.first, self.last = job.state.step, job.numb_steps
@@ -117,9 +118,10 @@ class Trainer:
             with phase(FORWARD):
                 loss, sums = self.loss(self.job.predict(batch), batch, lr)
             with phase(BACKWARD):
-                self.flat.differentiate(loss, sums, 1.0 / (self.config.acc_freq * self.comm.size), first=micro == 0)
+                scale = 1.0 / (self.config.acc_freq * self.mesh.groups)
+                self.flat.differentiate(loss, self.mesh.once(sums), scale, first=micro == 0)
             self.seen.append((batch.name, loss.detach()))
-            self.frames += batch.nframes
+            self.frames += batch.nframes if self.mesh.leads else 0
         if self.requests.any():
             self.flat.flags.copy_(torch.tensor(self.requests.asked))
         self.flat.reduce_finish(self.flat.reduce_start(self.comm), self.comm)
@@ -162,7 +164,7 @@ class Trainer:
 
     def stop_not_finite(self, step: int) -> None:
         own = [name for name, loss in self.seen if not torch.isfinite(loss)] if self.watch else self.job.names_of(step)
-        names = [name for rank in self.comm.gather(own) for name in rank]
+        names = dict.fromkeys(name for rank in self.comm.gather(own) for name in rank)
         saved = [str(p) for p in checkpoint.of_run(self.job.prefix, self.job.run, step)] if self.comm.rank == 0 else []
         kept = self.comm.gather(saved)[0]
         where = f"The last good checkpoint is {kept[-1]}." if kept else "No checkpoint had been written."
@@ -218,8 +220,8 @@ class Trainer:
         count, lr = self.config.validation_data.numb_btch, self.schedule.loss_lr(step)
         rows = torch.zeros(count, len(self.flat.sums), dtype=torch.float64, device=self.flat.wire.device)
         first = step // self.config.disp_freq * count
-        for k in range(self.comm.rank, count, self.comm.size):
-            rows[k] = self.evaluate(self.job.validation.batch(first + k), lr)
+        for k in range(self.mesh.number, count, self.mesh.groups):
+            rows[k] = self.mesh.once(self.evaluate(self.job.validation.batch(first + k), lr))
         self.comm.all_reduce(rows)
         return self.loss.metric(rows.sum(0))
 
@@ -254,7 +256,7 @@ class Trainer:
                 batch = self.job.loader.next()
                 one = self.evaluate(batch, lr)
                 self.seen.append((batch.name, one[0]))
-                sums += one
+                sums += self.mesh.once(one)
             self.comm.all_reduce(sums)
             self.flat.sums.copy_(sums)
             self.check_finite(step)

@@ -59,8 +59,9 @@ class FullValidation:
     def errors(self) -> dict[str, float]:
         """Over all frames, nan where no frame has the label."""
         rows = torch.zeros(len(self.batches), len(self.wanted), 3, dtype=torch.float64, device=self.loader.device)
-        for k in range(self.comm.rank, len(self.batches), self.comm.size):
-            rows[k] = self._sums(self.loader.make(self.batches[k]))
+        mesh = self.job.mesh
+        for k in range(mesh.number, len(self.batches), mesh.groups):
+            rows[k] = mesh.once(self._sums(self.loader.make(self.batches[k])))
         self.comm.all_reduce(rows)
         figures: dict[str, float] = {}
         for name, (absolute, square, count) in zip(self.wanted, rows.sum(0).tolist(), strict=True):

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from allforce.data.batch import Batch, Frame
-from allforce.data.loader import collate
+from allforce.data.loader import collate, collate_parts
 from allforce.data.prepare import Preparation
 from allforce.models.model import per_atom
+from allforce.models.parts import summands
 from allforce.models.potential import Potential
 from allforce.neighbors import neighbor_list
 
@@ -180,6 +181,32 @@ class ModelSuite:
         torch.testing.assert_close(together.energy, torch.cat([p.energy for p in apart]), rtol=0, atol=SYMMETRY)
         torch.testing.assert_close(together.forces, torch.cat([p.forces for p in apart]), rtol=0, atol=SYMMETRY)
         torch.testing.assert_close(together.virial, torch.cat([p.virial for p in apart]), rtol=0, atol=SYMMETRY)
+
+    @pytest.mark.parametrize("cell", CELLS)
+    @pytest.mark.parametrize("blocks", [2, 3, 4, 12])
+    def test_blocks_add_up(self, model, cell, blocks):
+        """Frames cut into blocks of space (thinner than the cutoff, some of them empty): outputs and gradient."""
+        frames = [self.frame(model, 13, cell), self.frame(model, 14, cell, 5)]
+        wanted = (*ALL, "atomic virial")
+        whole = model(batch_of(model, *frames), wanted)
+        prepare, parts = Preparation(model.needs), []
+        for number in range(blocks):
+            prepared = [prepare.part(f, "a frame", number, blocks) for f in frames]
+            batch = collate_parts([f for f, _ in prepared], [p for _, p in prepared], len(model.type_map))
+            parts.append(summands(model, batch, wanted))
+        weights = {name: torch.randn(whole[name].shape, dtype=torch.float64) for name in wanted}
+        parameters = [p for p in model.parameters() if p.requires_grad]
+
+        def gradient(out: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+            loss = sum((weights[name] * out[name]).sum() for name in ALL)
+            return list(torch.autograd.grad(loss, parameters, materialize_grads=True))
+
+        for name in wanted:
+            total = sum(part[name] for part in parts)
+            torch.testing.assert_close(total, whole[name], rtol=SYMMETRY, atol=SYMMETRY)
+        expected = torch.cat([g.flatten() for g in gradient(whole)])
+        found = sum(torch.cat([g.flatten() for g in gradient(part)]) for part in parts)
+        assert (found - expected).norm() <= SAME * expected.norm()
 
     def test_one_atom(self, model):
         f = self.frame(model, 10, "none", 1)
