@@ -21,8 +21,8 @@ from allforce.distributed.comm import SerialComm
 from allforce.errors import UserError
 from allforce.models import MODELS
 from allforce.models.bias import energy_bias, fit_energy_bias
-from allforce.models.net_fitting import parameter_normalisation, parameter_sums
 from allforce.models.env_stat import environment_statistics, normalisation
+from allforce.models.net_fitting import parameter_normalisation, parameter_sums
 from allforce.models.sel import complete_sel, sel_auto
 from allforce.neighbors import neighbor_list
 
