@@ -17,7 +17,7 @@ from allforce.data.batch import Batch
 from allforce.errors import UserError
 from allforce.models.net_fitting import NetConfig, NetFitting
 
-Types = list[NonNegative] | NonNegative | None
+Types = NonNegative | list[NonNegative] | None
 
 
 class TensorConfig(NetConfig):

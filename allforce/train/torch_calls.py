@@ -14,9 +14,14 @@ from allforce.errors import UserError
 FUSED = ("_fused_adam_", "_fused_adamw_")
 OTHERS: dict[str, list[tuple[tuple, float]]] = {  # name -> arguments after [1.0], and what that becomes
     "_foreach_add_": [(([0.5],), 1.5), ((1.0,), 2.0)],
+    "_foreach_addcdiv_": [(([0.5], [0.25], 3.0), 7.0)],
+    "_foreach_addcmul_": [(([0.5], [0.25], 4.0), 1.5)],
     "_foreach_copy_": [(([0.5],), 0.5)],
     "_foreach_lerp_": [(([0.5], 0.5), 0.75)],
+    "_foreach_mul": [((3.0,), 3.0)],
     "_foreach_mul_": [((3.0,), 3.0)],
+    "_foreach_norm": [((), 1.0)],
+    "_foreach_sqrt": [((), 1.0)],
     "_foreach_zero_": [((), 0.0)],
 }
 NAMES = (*FUSED, *OTHERS)
@@ -46,8 +51,8 @@ def _works(call, name: str) -> bool:
         return abs(float(tensors[0]) - 0.75) < 1e-6
     for arguments, expected in OTHERS[name]:
         tensors = _number(1.0)
-        call(tensors, *(_number(a[0]) if isinstance(a, list) else a for a in arguments))
-        if float(tensors[0]) != expected:
+        result = call(tensors, *(_number(a[0]) if isinstance(a, list) else a for a in arguments))
+        if float((tensors if name.endswith("_") else result)[0]) != expected:
             return False
     return True
 
