@@ -1,4 +1,4 @@
-"""The recipe: how to train when nothing speaks against it. Found by measurement, see docs/training_recipes.md."""
+"""The recipe: how to train when nothing speaks against it. What it was tried on: docs/training_recipes.md."""
 
 from __future__ import annotations
 
