@@ -66,7 +66,7 @@ def write(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def encode(checkpoint: Checkpoint) -> bytes:
-    header = {"sha256": "0" * 64, "format": FORMAT, **checkpoint.meta, "version": VERSION}
+    header = {**checkpoint.meta, "sha256": "0" * 64, "format": FORMAT, "version": VERSION}  # of a copy: not the old sum
     tensors = {k: v.detach().cpu().contiguous().clone() for k, v in checkpoint.tensors.items()}
     data = bytearray(serialise(tensors, metadata={"allforce": json.dumps(header)}))
     place = DIGEST.search(data)

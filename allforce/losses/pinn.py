@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Collection, Container
 from typing import Literal
 
 import torch
@@ -70,8 +70,8 @@ class PinnDipoleLossConfig(Section):
 class PinnLoss(Loss):
     Config = PinnLossConfig
 
-    def __init__(self, config: PinnLossConfig, start_lr: float):
-        super().__init__(config, start_lr)
+    def __init__(self, config: PinnLossConfig, start_lr: float, outputs: Collection[str] = ()):
+        super().__init__(config, start_lr, outputs)
         on = {"e": True, "f": config.use_force, "s": config.use_stress, "l2": config.use_l2}
         self.terms = [term for term, used in on.items() if used]
         self.names = ["rmse"] + [f"rmse_{t}" for t in self.terms]
@@ -129,8 +129,8 @@ class PinnLoss(Loss):
 class PinnDipoleLoss(Loss):
     Config = PinnDipoleLossConfig
 
-    def __init__(self, config: PinnDipoleLossConfig, start_lr: float):
-        super().__init__(config, start_lr)
+    def __init__(self, config: PinnDipoleLossConfig, start_lr: float, outputs: Collection[str] = ()):
+        super().__init__(config, start_lr, outputs)
         on = {"d": True, "q": config.use_charge, "b": config.regularization, "l2": config.use_l2}
         self.terms = [term for term, used in on.items() if used]
         self.names = ["rmse"] + [f"rmse_{t}" for t in self.terms]

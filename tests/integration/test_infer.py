@@ -32,7 +32,8 @@ def make(fitting: dict | None = None, sel: tuple[int, int] = (40, 60), **model: 
     with torch.no_grad():
         potential.descriptor.davg[:, 0] = torch.tensor([0.11, 0.07])
         potential.descriptor.dstd.copy_(torch.tensor([[0.2, 0.1, 0.1, 0.1], [0.3, 0.15, 0.15, 0.15]]))
-        potential.fitting.bias_atom_e.copy_(torch.tensor([-9.0, -1.0]))
+        if potential.config.fitting_net.type == "ener":
+            potential.fitting.bias_atom_e.copy_(torch.tensor([-9.0, -1.0]))
         for net in potential.fitting.nets:
             net.layers[-1].w.mul_(0.1)  # gentle forces, so that a simulation stays in order
     return potential
@@ -152,11 +153,15 @@ def test_python_of_the_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     blocks = re.findall(r"```python\n(.*?)```", (root / "docs/quickstart.md").read_text(), re.S)
     (tmp_path / "data").symlink_to(root / "examples/water/data")
     save_model(make(), tmp_path / "model.dp")
+    save_model(make({"type": "dipole"}), tmp_path / "dipole.dp")
     monkeypatch.chdir(tmp_path)
     names: dict = {}
     for block in blocks:
         exec(block, names)
-    assert names["force"].shape == (20, 96, 3) and names["energy"].shape == (20, 1)
+    assert (
+        names["force"].shape == (20, 96, 3) and names["energy"].shape == (20, 1)
+    assert names["dipoles"].shape == (20, 3)
+    )
     assert names["atoms"].get_potential_energy() == pytest.approx(names["energy"][0, 0])
 
 
