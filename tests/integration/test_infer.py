@@ -158,10 +158,8 @@ def test_python_of_the_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     names: dict = {}
     for block in blocks:
         exec(block, names)
-    assert (
-        names["force"].shape == (20, 96, 3) and names["energy"].shape == (20, 1)
+    assert names["force"].shape == (20, 96, 3) and names["energy"].shape == (20, 1)
     assert names["dipoles"].shape == (20, 3)
-    )
     assert names["atoms"].get_potential_energy() == pytest.approx(names["energy"][0, 0])
 
 
