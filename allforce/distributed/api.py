@@ -6,6 +6,7 @@ Everything works in one process, too: without a launcher there is one worker, an
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import socket
 import sys
@@ -82,6 +83,7 @@ def shutdown() -> None:
     if team is not None:
         if isinstance(team.comm, CountedComm):
             write_profile(team.comm)
+        gc.collect()  # what torch's DistributedDataParallel keeps in cycles holds the group, whose threads must end here
         team.comm.close()
 
 
