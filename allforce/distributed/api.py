@@ -83,7 +83,7 @@ def shutdown() -> None:
     if team is not None:
         if isinstance(team.comm, CountedComm):
             write_profile(team.comm)
-        gc.collect()  # what torch's DistributedDataParallel keeps in cycles holds the group, whose threads must end here
+        gc.collect()  # DistributedDataParallel, in cycles, holds the group, whose threads must end here
         team.comm.close()
 
 
