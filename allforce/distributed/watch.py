@@ -80,6 +80,7 @@ class Watch:
     """Started by all workers together after they have met; `doing` may be set to tell step and phase."""
 
     def __init__(self, comm: CountedComm, world: World, limit: float = LIMIT):
+        self.stopping = False  # this worker has given up and told the others
         self.comm, self.world, self.limit = comm, world, limit
         self.doing: Callable[[], tuple[int, str]] = lambda: (-1, "the start")
         self.warn: Callable[[str], None] = lambda words: print(words, file=sys.stderr, flush=True)
@@ -316,6 +317,8 @@ class Watch:
         return self.comm.rank == 0 or (about == 0 and (self.comm.rank == 1 or self.world.local_rank == 0))
 
     def _lost(self, peer: Peer, how: str) -> None:
+        if self.stopping:  # they end because this worker told them to
+            return
         words = f"{peer.name} {how}; it was in {_place(peer)}. All workers end."
         self._say({"end": [LOST, "", peer.rank]})
         self.end(LOST, words if self._speaks(peer.rank) else "")
@@ -335,6 +338,7 @@ class Watch:
 
     def stop_all(self, code: int) -> None:
         """This worker gives up, and has said why: the others end with the same code. The caller ends this one."""
+        self.stopping = True
         words = f"{self.names[self.comm.rank]} stopped the job."
         self._say({"end": [code, words, self.comm.rank]})
         time.sleep(PAUSE)  # who ends with unread text in its buffer takes back what it has sent
