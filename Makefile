@@ -40,9 +40,9 @@ format: venv
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# One thread a process: the suite starts many processes at once.
+# One thread a process: the suite starts many processes at once. Each is to find its modules compiled.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 docs: venv
 	$(BIN)/dp doc-train-input --out-type markdown > docs/input.md

@@ -13,6 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Its functions have the group of all workers as a default value, fixed when it is imported. torch.optim imports it at
+# its first use: after the workers have met, that would keep the group, with its threads, until the process ends.
+import torch.distributed.nn.functional  # noqa: F401
 from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
@@ -25,6 +29,7 @@ OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.
 PATIENCE = timedelta(
     hours=24
 )  # one rank may read or count much longer than the others; who died or hangs is noticed by the watch
+LAST: list[Tensor] = []  # see TorchComm.close
 
 
 class TorchComm(OwnMemory):
@@ -110,10 +115,12 @@ class TorchComm(OwnMemory):
         """The last call, once, and of a part made by split() before the whole.
 
         A group joins its threads when the last reference to it is gone. A thread that still lets go of a tensor while
-        Python shuts down would end the process with "terminate called without an active exception".
+        Python shuts down would end the process with "terminate called without an active exception". So the tensor of
+        the last collective is kept, for the case that somebody else holds the group (DistributedDataParallel does).
         """
         if self.whole:
-            self.barrier()
+            LAST.append(torch.zeros(1, device=self.device))
+            self.all_reduce(LAST[-1])
         group = self.group
         del self.group
         dist.destroy_process_group(group)

@@ -347,5 +347,10 @@ if __name__ == "__main__":
         if name.startswith("test_"):
             test()
             ad.barrier()
-    if ad.rank() == 0:
-        print(f"passed: {ad.size()} ranks")
+    workers = ad.size()
+    first = ad.rank() == 0
+    ad.shutdown()
+    tasks = [Path(task, "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    assert "pt_gloo_runloop" not in tasks, "a thread of the group that outlives it may abort the exit of the process"
+    if first:
+        print(f"passed: {workers} ranks")

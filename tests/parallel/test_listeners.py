@@ -55,15 +55,15 @@ def test_loopback_alone(request, launcher, engine, also):
 
 
 PROGRAM = """
-import sys, time, torch
+import os, time, torch
 from allforce.distributed.connect import connect
 from allforce.distributed.launch import detect
 comm = connect(detect())
-print("ready", flush=True)
+os.write(1, b"ready\\n")  # at once: two workers share the pipe
 for _ in range(80):
     comm.all_reduce(torch.zeros(10))
     time.sleep(0.1)
-print("unharmed", flush=True)
+os.write(1, b"unharmed\\n")
 comm.close()
 """
 
