@@ -2,9 +2,10 @@
 
     python benchmarks/monitor_cost.py --workers 1 2
 
-One training, whose blocks of steps take turns: nothing on; TensorBoard alone at every step; everything but torch's
-profiler, with a line of metrics and of the timeline after each block. A block lasts until all that it caused has been
-written. Seconds are those of the clock and, less moved by what else the machine does, those of rank 0's CPU time.
+One training, whose steps take turns, five at a time: nothing on; TensorBoard alone at every step; everything but
+torch's profiler, with a line of metrics and a piece of the timeline at the end of a round. Five steps last until all
+that they caused has been written. Seconds are those of the clock and, less moved by what else the machine does, those
+of rank 0's CPU time.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from allforce.train.trainer import Trainer
 PHASES = ("data wait", "forward", "moments", "moments", "backward", "moments", "communication", "optimizer")
 MODES = ("nothing", "TensorBoard", "everything")
 WARM_UP = 20  # steps of each mode
+PIECE = 5  # steps of a mode before the next one has its turn
 PATIENCE = 150.0  # seconds: fewer rounds on a slow machine
 
 
@@ -54,15 +56,21 @@ class Bench(Trainer):
         for turn in range(-1, rounds):
             if turn > 3 and counted.gather(perf_counter() - start)[0] > PATIENCE:
                 break
-            for mode in MODES[turn % 3 :] + MODES[: turn % 3]:  # no mode is always the first
-                self.comm = counted if mode == "everything" else counted.comm  # type: ignore[attr-defined]
-                self.display.boards = none if mode == "nothing" else boards
-                with self.monitor.trace.installed() if mode == "everything" else nullcontext():
-                    self.comm.barrier()
-                    wall, cpu = perf_counter(), process_time()
-                    self.block(WARM_UP if turn < 0 else steps, mode)
-                    if turn >= 0:
-                        seconds[mode].append(((perf_counter() - wall) / steps, (process_time() - cpu) / steps))
+            spent = {mode: [0.0, 0.0] for mode in MODES}
+            pieces = 1 if turn < 0 else steps // PIECE
+            for piece in range(pieces):
+                for mode in MODES[(turn + piece) % 3 :] + MODES[: (turn + piece) % 3]:  # no mode is always the first
+                    self.comm = counted if mode == "everything" else counted.comm  # type: ignore[attr-defined]
+                    self.display.boards = none if mode == "nothing" else boards
+                    with self.monitor.trace.installed() if mode == "everything" else nullcontext():
+                        self.comm.barrier()
+                        wall, cpu = perf_counter(), process_time()
+                        self.block(WARM_UP if turn < 0 else PIECE, mode, row=piece == pieces - 1)
+                        spent[mode][0] += (perf_counter() - wall) / steps
+                        spent[mode][1] += (process_time() - cpu) / steps
+            if turn >= 0:
+                for mode in MODES:
+                    seconds[mode].append((spent[mode][0], spent[mode][1]))
         self.job.loader.close()
         self.comm, self.display.boards = counted, boards
         if counted.size == 1:
@@ -71,14 +79,14 @@ class Bench(Trainer):
         self.monitor._close()
         return seconds
 
-    def block(self, steps: int, mode: str) -> None:
+    def block(self, steps: int, mode: str, row: bool = True) -> None:
         step = self.state.step
         for _ in range(steps):
             step = self.state.step
             self.gradients(step)
             self.record(step)
             self.update(step)
-        if mode == "everything":
+        if mode == "everything" and row:
             self.monitor.row(step, self.schedule.rate(step), self.loss.metric(self.flat.sums), None)
             self.display.speed(step, self.monitor.last_row)
         timeline = self.monitor.timeline
@@ -119,8 +127,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=WATER)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--steps", type=int, default=20, help="of a block")
+    parser.add_argument("--rounds", type=int, default=51)
+    parser.add_argument("--steps", type=int, default=20, help="of a mode in a round, a multiple of 5")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -149,8 +157,8 @@ def main() -> None:
     body = markdown_table(head, rows)
     rounds = " and ".join(str(len(run["seconds"]["nothing"])) for run in data)
     body += f"\n\nBatch {args.batch} a worker, {os.environ['OMP_NUM_THREADS']} thread(s) each, {rounds} rounds of "
-    body += f"{args.steps} steps in each mode, in turns. `more` is the median over the rounds, against the block of "
-    body += "the same round with nothing on. TensorBoard has every step; a line of metrics and a piece of the timeline "
+    body += f"{args.steps} steps in each mode, in turns. `more` is the median over the rounds, against the same "
+    body += "round's steps with nothing on. TensorBoard has every step; a line of metrics and a piece of the timeline "
     body += f"are written every {args.steps} steps.{alone} Load of the machine at the start: {load:.0f}."
     write_result("monitor_cost", "What it costs that a run tells about itself", body, {"runs": data}, ["ours"])
 

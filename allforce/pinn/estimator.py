@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +26,7 @@ from allforce.data.prepare import Preparation
 from allforce.data.system import System
 from allforce.distributed import devices
 from allforce.distributed.comm import Comm
-from allforce.distributed.connect import connect
+from allforce.distributed.connect import join
 from allforce.distributed.launch import World, detect
 from allforce.distributed.profile import CountedComm
 from allforce.errors import UserError
@@ -69,9 +71,14 @@ class Connection(NamedTuple):
 def connection() -> Connection:
     world = detect()
     device, threads = devices.setup(world)
-    comm = CountedComm(connect(world, "auto", device))
+    comm = join(world, "auto", device)
+    here = Connection(world, comm, device, threads, logs.setup("INFO", None, "master", comm))
+    if world.note and comm.rank == 0:
+        log.warning(world.note)
+    if comm.size > 1:  # what a script leaves uncaught ends all workers, which would wait for this one
+        sys.excepthook = lambda kind, error, trace: os._exit(give_up(error, comm, here.collector))
     atexit.register(comm.close)
-    return Connection(world, comm, device, threads, logs.setup("INFO", None, "master", comm))
+    return here
 
 
 def potential_model(params: dict[str, Any] | str | Path) -> Estimator:

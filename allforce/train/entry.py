@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -34,7 +35,7 @@ from allforce.train.monitor import Monitor
 from allforce.train.recipe import with_recipe
 from allforce.train.source import Options
 from allforce.train.start import Job, NothingToDo, prepare
-from allforce.train.stopping import seconds_of
+from allforce.train.stopping import TABLE, seconds_of
 from allforce.train.trainer import Trainer
 
 
@@ -48,6 +49,7 @@ def train(args: Namespace) -> int:
         return run_local_workers(args.workers, command, args.max_restarts, lambda: resumed(args.INPUT, command, begun))
     if args.max_restarts:
         raise UserError("--max-restarts belongs to --workers; other launchers have an option of their own.")
+    signal.signal(TABLE, signal.SIG_IGN)  # a question before there is an answer does not end the run
     world = detect()
     device, threads = devices.setup(world)
     wants_profile = args.comm_profile or os.environ.get("ALLFORCE_COMM_PROFILE", "0") != "0"
@@ -87,10 +89,6 @@ def work(
             log.info(f"the recipe changes {len(lines)} keys of {args.INPUT}:")
             for line in lines:
                 log.info(f"    {line}")
-    if comm.watch is not None:
-        comm.watch.limit = input.training.distributed_timeout
-        if comm.rank == 0 and collector is None:  # collected lines are shown later, when these are of no use
-            comm.watch.warn = log.warning
     agree(comm, f"the input {args.INPUT}", hashlib.sha256(json.dumps(normalised(input)).encode()).hexdigest()[:16])
     names = ("output", "restart", "init_model", "init_frz_model", "finetune", "skip_neighbor_stat")
     options = Options(args.INPUT, **{name: getattr(args, name) for name in (*names, "use_pretrain_script")})
@@ -125,6 +123,10 @@ def run(
             f"{options.input}: {comm.size} workers were started, but `parallel` is not true, and {comm.size} copies of "
             "one training are of no use. Set parallel: true, or start one worker."
         )
+    if comm.watch is not None:
+        comm.watch.limit = settings.training.distributed_timeout
+        if comm.rank == 0 and collector is None:  # collected lines are shown later, when these are of no use
+            comm.watch.warn = log.warning
     prefix = Path(settings.training.save_dir or ".") / settings.training.save_ckpt
     folders = {prefix.parent, Path(settings.training.disp_file).parent} if comm.rank == 0 else set()
     if comm.rank == 0:

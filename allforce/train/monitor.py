@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import math
 import resource
-import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -53,7 +51,6 @@ class Monitor:
         self.trace = Tracer(events=timeline is not None)
         self.begun = self.since = perf_counter()
         self.samples, self.steps, self.told = 0, 0, 0
-        self.asked = False  # by SIGUSR2
         self.before = self.first = self._so_far()
         self.last_row: dict[str, Any] = {}  # for who shows it otherwise
         self.sends, self.events = timeline is not None, 0  # the timeline's, of all ranks
@@ -68,9 +65,6 @@ class Monitor:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        before = None
-        if threading.current_thread() is threading.main_thread():
-            before = signal.signal(signal.SIGUSR2, self._ask)
         try:
             self._open()
             with self.trace.installed():
@@ -80,8 +74,6 @@ class Monitor:
                 self.before = self.first = self._so_far()
                 yield
         finally:
-            if before is not None:
-                signal.signal(signal.SIGUSR2, before)
             self._close()
 
     def _open(self) -> None:
@@ -90,9 +82,6 @@ class Monitor:
             self.metrics = JsonLines(self.config.metrics_file, self.append)
             self.metrics.write({"run": self.facts})
             self.timeline = open_timeline(self.wanted, hosts)
-
-    def _ask(self, number: int, frame: Any) -> None:
-        self.asked = True
 
     def step(self, samples: int) -> None:
         """A step is over, with so many frames of this rank."""
@@ -110,20 +99,18 @@ class Monitor:
         spans = self.comm.settle()
         now = self._so_far()
         mine, self.before = difference(now, self.before), now
-        told = self.comm.comm.gather([asdict(mine), self.asked])
-        self.asked = False
-        ranks = [RankTimes(**entry[0]) for entry in told]
+        ranks = [RankTimes(**entry) for entry in self.comm.comm.gather(asdict(mine))]
         if self.sends:
             self._tell_events(spans)
         if self.comm.rank == 0:
             self._write(step, rate, training, validation, ranks)
-        if any(asked for _, asked in told):
-            self.report()
         self.told = self.steps
 
     def report(self) -> None:
         """The table of the whole run so far; all ranks call it."""
-        self.comm.settle()
+        spans = self.comm.settle()
+        if self.sends:
+            self._tell_events(spans)
         ranks = self.ranks()
         if self.comm.rank == 0:
             for line in summary.table(ranks, self.steps - 1, self.first.wall):

@@ -1,4 +1,7 @@
-"""Ends that are asked for: signals and the time limit. Who is asked tells all workers in the collective of the step."""
+"""What a run is asked for while it trains: its end, by signals and the time limit, and the table of its time.
+
+Who is asked tells all workers in the collective of the step.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,11 @@ from allforce.errors import UserError
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 REASONS = ("the time limit", *(s.name for s in SIGNALS))  # in the order of the flags
 CODES = (0, *(128 + s for s in SIGNALS))
-FLAGS = len(REASONS)
+TABLE = signal.SIGUSR2
+FLAGS = len(REASONS) + 1  # the last one asks for the table
 
 
-class StopRequests:
+class Requests:
     """Within `with`, signals are remembered instead of ending the process; a second ctrl-C ends it at once."""
 
     def __init__(self, wall_time: float | None = None):
@@ -28,9 +32,9 @@ class StopRequests:
         self.asked = [False] * FLAGS
         self.handlers: dict[int, Any] = {}
 
-    def __enter__(self) -> StopRequests:
+    def __enter__(self) -> Requests:
         if threading.current_thread() is threading.main_thread():
-            self.handlers = {s: signal.signal(s, self._remember) for s in SIGNALS}
+            self.handlers = {s: signal.signal(s, self._remember) for s in (*SIGNALS, TABLE)}
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -38,7 +42,7 @@ class StopRequests:
             signal.signal(number, handler)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        self.asked[1 + SIGNALS.index(signal.Signals(number))] = True
+        self.asked[1 + (*SIGNALS, TABLE).index(signal.Signals(number))] = True
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 

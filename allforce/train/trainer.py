@@ -22,7 +22,7 @@ from allforce.train.build import change_bias
 from allforce.train.display import Display
 from allforce.train.monitor import Monitor
 from allforce.train.start import Job
-from allforce.train.stopping import CODES, REASONS, StopRequests
+from allforce.train.stopping import CODES, REASONS, Requests
 from allforce.train.validating import FullValidation, Patience
 from allforce.train.writer import Writer
 
@@ -42,7 +42,7 @@ class Trainer:
         wall_time: float | None = None,
     ):
         self.job, self.comm, self.monitor, self.collector = job, comm, monitor, collector
-        self.requests, self.writer = StopRequests(wall_time), Writer(job.prefix, job.input.training.max_ckpt_keep)
+        self.requests, self.writer = Requests(wall_time), Writer(job.prefix, job.input.training.max_ckpt_keep)
         self.config, self.state, self.loss, self.schedule = job.input.training, job.state, job.loss, job.schedule
         self.model, self.flat, self.mesh = job.state.model, job.state.flat, job.mesh
         if self.config.acc_freq == 1:
@@ -150,8 +150,12 @@ class Trainer:
         """Which end some worker was asked for, the same on all: the flags have come with the gradients."""
         if not self.watch and step % LOOK_EVERY:
             return None
-        flags = self.flat.flags.tolist()
-        return next((k for k in reversed(range(len(flags))) if flags[k]), None)
+        *ends, table = self.flat.flags.tolist()
+        if table and self.monitor.steps > 1:  # else there is nothing to tell yet
+            self.monitor.report()
+            self.requests.asked[-1] = False
+            self.flat.flags.zero_()
+        return next((k for k in reversed(range(len(ends))) if ends[k]), None)
 
     def stop(self, step: int, reason: int) -> int:
         """Save what was reached; a restart computes this step again."""

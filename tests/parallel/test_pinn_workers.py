@@ -30,3 +30,39 @@ def test_two_workers(launch, tmp_path, monkeypatch, launcher):
     assert "broadcast from rank 0 (restored from pinet_run/model.ckpt-10" in result.stdout
     after = checkpoint.read(tmp_path / "pinet_run/model.ckpt-12.safetensors")
     assert not any(torch.equal(after.tensors[k], v) for k, v in first.tensors.items() if k.endswith("kernel"))
+
+
+WAYS = {  # how rank 1 fails -> (lines of its script, steps, what is said)
+    "killed": (
+        "threading.Thread(target=kill_soon, daemon=True).start()",
+        10**7,
+        r"rank 1 \(process .* it was in step \d",
+    ),
+    "wrong": ("after = lambda: 1 / 0", 10, "rank 1 on .*\n.*ZeroDivisionError"),
+}
+SCRIPT_OF_RANK_1 = """
+import os, runpy, signal, sys, threading, time
+from pathlib import Path
+
+def kill_soon():
+    curve = Path("pinet_run/lcurve.out")
+    while not curve.exists() or curve.read_text().count("\\n") < 4:
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+after = lambda: None
+if os.environ["ALLFORCE_RANK"] == "1":
+    {}
+sys.argv = [{!r}, "{}"]
+runpy.run_path(sys.argv[0], run_name="__main__")
+after()
+"""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_worker_that_fails_ends_all(launch, tmp_path, monkeypatch, way):
+    monkeypatch.chdir(tmp_path)
+    line, steps, words = WAYS[way]
+    (tmp_path / "script.py").write_text(SCRIPT_OF_RANK_1.format(line, str(SCRIPT), steps))
+    result = launch("workers", 2, sys.executable, "script.py", timeout=100)
+    assert result.returncode != 0 and re.search(words, result.stdout, re.DOTALL), result.stdout
