@@ -40,9 +40,16 @@ format: venv
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# One thread a process: the suite starts many processes at once. Each is to find its modules compiled.
+# One thread a process: the suite starts many processes at once. Each is to find its modules compiled. Tests of launchers
+# and of faults start several workers each and look at the clock, so they come one after the other.
+TEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 test: lint
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+ifdef PYTEST_ARGS
+	$(TEST) $(PYTEST_ARGS)
+else
+	$(TEST) --numprocesses auto --maxprocesses 4 --dist loadfile --ignore tests/parallel --ignore tests/faults
+	$(TEST) tests/parallel tests/faults
+endif
 
 docs: venv
 	$(BIN)/dp doc-train-input --out-type markdown > docs/input.md

@@ -57,7 +57,7 @@ WATER: dict[str, Any] = {
         "save_freq": 1000,
     },
 }
-REMOVE = object()
+REMOVE = ...
 
 
 def water(**changes: Any) -> dict[str, Any]:
