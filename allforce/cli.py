@@ -7,11 +7,13 @@ import os
 import sys
 from argparse import ArgumentParser
 from collections.abc import MutableMapping
+from io import TextIOWrapper
 
 from allforce import __version__
 from allforce.commands import (
     change_bias,
     doc_train_input,
+    doctor,
     eval_desc,
     freeze,
     init,
@@ -65,6 +67,7 @@ def parser() -> ArgumentParser:
     for add in (
         _init,
         _train,
+        _doctor,
         _test,
         _freeze,
         _show,
@@ -98,6 +101,19 @@ def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 0 or more")
     return int(text)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
+    return int(text)
+
+
+def _doctor(commands) -> None:
+    p = _command(commands, "doctor", doctor, "look whether all is well for a training, here or with many workers")
+    p.add_argument("INPUT", nargs="?", help="also whether all workers see the same input and data")
+    p.add_argument("--workers", metavar="N", help="start N workers on this machine and look at them")
+    p.add_argument("--engine", choices=ENGINES, default="auto", help="what carries data between workers")
 
 
 def _init(commands) -> None:
@@ -148,6 +164,10 @@ def _train(commands) -> None:
         "--comm-profile", action="store_true", help="every worker writes its communication to mpi_profile.<job>.<rank>"
     )
     p.add_argument("--json-log", action="store_true", help="lines of the log as JSON objects")
+    p.add_argument(
+        "--dry-run", action="store_true", help="tell shapes, memory, rates and time by a few steps; write nothing"
+    )
+    p.add_argument("--world-size", type=_positive, metavar="W", help="with --dry-run: rates and batch of W workers")
     p.add_argument("--timeline", metavar="FILE", help="write when every worker did what, for chrome://tracing")
     p.add_argument(
         "--use-pretrain-script", action="store_true", help="take the model section from the model to begin with"
@@ -307,6 +327,9 @@ def wait_calmly(env: MutableMapping[str, str] = os.environ) -> None:
 def main(argv: list[str] | None = None) -> int:
     if argv is None:  # a process of its own
         wait_calmly()
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, TextIOWrapper):  # a terminal without Å and µ gets \xc5 and \xb5
+                stream.reconfigure(errors="backslashreplace")
     top = parser()
     args, rest = top.parse_known_args(argv)
     if args.command in ELSEWHERE:

@@ -17,6 +17,12 @@ def train(args: Namespace) -> int:
     return train(args)
 
 
+def doctor(args: Namespace) -> int:
+    from allforce.train.doctor import doctor
+
+    return doctor(args)
+
+
 def init(args: Namespace) -> None:
     from allforce.train.init import init
 

@@ -158,7 +158,7 @@ def _outputs(path: str | None) -> list[logging.StreamHandler]:
     if path is not None:
         try:
             Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
-            outputs.append(logging.FileHandler(path, mode="w"))
+            outputs.append(logging.FileHandler(path, mode="w", encoding="utf-8"))
         except OSError as error:
             raise UserError(f"--log-path {path}: cannot write there ({error.strerror}). Choose another file.") from None
     return outputs

@@ -17,6 +17,7 @@ from allforce.errors import UserError
 Pairs = tuple[np.ndarray, np.ndarray, np.ndarray]  # i (E,), j (E,), r (E, 3) of one frame, sorted by i
 TOUCHING = 1e-3  # Å: closer than this, two atoms are on one place
 FARTHEST = 1e9  # Å: beyond it the library counts its cells wrong
+LONGEST = 1e4  # Å, of a cutoff
 MOST_PAIRS = 5e7  # of one structure: a few GB
 
 _calculators = threading.local()  # a vesin calculator keeps its buffers and must not be shared by threads
@@ -64,6 +65,8 @@ def check_size(coord: np.ndarray, box: np.ndarray | None, rcut: float, where: st
         farthest = float(np.abs(values).max())
         if farthest > FARTHEST:
             raise UserError(f"{where}: a {what} of {farthest:.1e} Å cannot be right. Expected at most {FARTHEST:g} Å")
+    if rcut > LONGEST:
+        raise UserError(f"{where}: a cutoff of {rcut:.1e} Å cannot be right. Expected at most {LONGEST:g} Å")
     if box is None:
         return
     volume = abs(float(np.linalg.det(box)))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from allforce.config.section import Words
+from allforce.config.section import LARGEST, WIDEST, Words
 from allforce.errors import UserError
+
+MOST_WEIGHTS = 2e8  # of one net
 
 
 def _whole(value: Any) -> Any:
@@ -31,9 +34,17 @@ def precision_name(precision: str, env: Mapping[str, str] = os.environ) -> str:
     return "float64" if interface == "high" else "float32"
 
 
-Int = Annotated[int, BeforeValidator(_whole)]
-NonNegative = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
-Positive = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
+def _affordable(widths: list[int]) -> list[int]:
+    if (weights := sum(a * b for a, b in pairwise(widths))) > MOST_WEIGHTS:
+        raise ValueError(f"a net of these widths has {weights:.1e} weights, at most {MOST_WEIGHTS:.0e} are possible")
+    return widths
+
+
+Int = Annotated[int, Field(le=LARGEST), BeforeValidator(_whole)]
+NonNegative = Annotated[int, Field(ge=0, le=LARGEST), BeforeValidator(_whole)]
+Positive = Annotated[int, Field(ge=1, le=LARGEST), BeforeValidator(_whole)]
+Width = Annotated[int, Field(ge=1, le=WIDEST), BeforeValidator(_whole)]  # of something that is allocated
+Widths = Annotated[list[Width], AfterValidator(_affordable)]  # of the layers of a net
 Seed = NonNegative | list[NonNegative] | None
 Pair = Annotated[list[NonNegative], Field(min_length=2, max_length=2)]
 Name = Annotated[str, Field(min_length=1)]

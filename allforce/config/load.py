@@ -269,6 +269,10 @@ def _wrong_value(item: Any, field: FieldInfo, path: list[str], depth: int) -> st
     if item["type"] == "missing":
         return f"required key is missing; expected {expected(field)}: {(field.description or '').rstrip('.')}"
     key, value = path[depth - 1], item["input"]
+    if item["type"] == "less_than_equal":
+        return f"found {_show(value)}; expected at most {item['ctx']['le']:,}"
+    if item["type"] == "value_error":
+        return f"found {_show(value)}; {item['ctx']['error']}"
     other = unsupported.VALUES.get(key, ())
     starts = unsupported.PREFIXES.get(key, ())
     if isinstance(value, str) and (value in other or value.startswith(starts)):

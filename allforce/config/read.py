@@ -34,6 +34,7 @@ def read_file(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: objects or lists in it are nested too deeply.") from None
     except ValueError as error:  # a number of thousands of digits, a date that does not exist
         raise UserError(f"{path}: a value in it cannot be read: {error}.") from None
+    _refuse_nul(data, str(path))
     if not isinstance(data, dict):
         found = "nothing" if data is None else f"a {type(data).__name__}"
         raise UserError(
@@ -74,10 +75,7 @@ def _parse_yaml(text: str, path: Path) -> Any:
         node = loader.get_single_node()
         if node is None:
             return None
-        if (size := _expanded(node, {}, str(path))) > MOST_NODES:
-            raise UserError(
-                f"{path}: with its aliases written out it has {size:.1e} values, at most {MOST_NODES} are possible."
-            )
+        check_aliases(node, str(path), MOST_NODES)
         return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -87,7 +85,12 @@ def _parse_yaml(text: str, path: Path) -> Any:
         raise UserError(f"{path}: this is not YAML: {error}.") from None
 
 
-def _expanded(node: yaml.Node, known: dict[int, int], where: str) -> int:
+def check_aliases(node: yaml.Node, where: str, most: int) -> None:
+    if (size := expanded(node, {}, where)) > most:
+        raise UserError(f"{where}: with its aliases written out it has {size:.1e} values, at most {most} are possible.")
+
+
+def expanded(node: yaml.Node, known: dict[int, int], where: str) -> int:
     """Values below a node when every alias is replaced by what it stands for: a few lines can mean billions."""
     if id(node) in known:
         if known[id(node)] == 0:
@@ -96,7 +99,7 @@ def _expanded(node: yaml.Node, known: dict[int, int], where: str) -> int:
     known[id(node)] = 0
     children = node.value if isinstance(node, yaml.CollectionNode) else ()
     flat = (n for c in children for n in (c if isinstance(c, tuple) else (c,)))
-    known[id(node)] = 1 + sum(_expanded(child, known, where) for child in flat)
+    known[id(node)] = 1 + sum(expanded(child, known, where) for child in flat)
     return known[id(node)]
 
 
@@ -104,6 +107,15 @@ def _syntax(path: Path, kind: str, line: int, column: int, reason: str, text: st
     lines = text.splitlines()
     shown = f" in: {lines[line - 1].strip()[:80]}" if line <= len(lines) else ", at the end of the file"
     return f"{path}: not valid {kind} at line {line}, column {column}: {reason}{shown}"
+
+
+def _refuse_nul(value: Any, where: str) -> None:
+    """No name of a file has this character."""
+    if isinstance(value, str) and "\0" in value:
+        raise UserError(f"{where}: the text {value[:60]!r} has the character NUL, which no text of an input may have.")
+    children = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for child in children:
+        _refuse_nul(child, where)
 
 
 def _refuse_twice(keys: list[Any], where: str) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from allforce.config.drawing import BATCH_PATTERN, BATCH_WORDS, auto_prob_blocks, check_sys_probs
-from allforce.config.keys import Int, Name, Positive, Seed
+from allforce.config.keys import Int, Name, Positive, Seed, Width
 from allforce.config.mimic import MimicSystem
 from allforce.config.section import Section, Words, key, one_of
 from allforce.losses import LOSSES, EnerLoss
@@ -172,7 +172,7 @@ class TrainingData(DataConfig):
 class ValidationData(DataConfig):
     """The data whose errors are shown beside those of training."""
 
-    numb_btch: Int = key(1, "Batches evaluated for each line of the learning curve.", ge=1, aliases=("numb_batch",))
+    numb_btch: Width = key(1, "Batches evaluated for each line of the learning curve.", aliases=("numb_batch",))
 
 
 class StopWhen(Section):
@@ -301,6 +301,13 @@ class Training(Section):
     )
     distributed_timeout: float = key(
         30.0, "Seconds without a sign of life after which a worker is given up and all others end.", ge=2, own=True
+    )
+    on_nan: Literal["stop", "skip", "rewind"] = key(
+        "stop",
+        "A loss or gradient that is not finite ends the run, or is left out (skip), or is answered by the weights of "
+        "the last checkpoint (rewind); training then goes on with the next batches. On GPUs skip and rewind look at "
+        "every step, which costs time.",
+        own=True,
     )
     gradient_precision: Literal["float32", "bfloat16"] | None = key(
         None, "Precision of the gradients between workers; that of the parameters when left out.", own=True

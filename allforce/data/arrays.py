@@ -19,6 +19,7 @@ import numpy as np
 
 from allforce.errors import UserError
 
+LARGEST_READ = 1 << 31  # bytes that are read at once
 OPEN_FILES = 256  # memory maps kept open; each holds a file descriptor
 
 
@@ -27,6 +28,8 @@ class DiskArray(Protocol):
 
     @property
     def where(self) -> str: ...
+    @property
+    def path(self) -> str: ...  # its file
     @property
     def shape(self) -> tuple[int, ...]: ...
     def read(self) -> np.ndarray: ...  # all of it
@@ -41,6 +44,10 @@ class NpyArray:
     fortran: bool
     offset: int
     stamp: int  # time of last change: a rewritten file is mapped anew
+
+    @property
+    def path(self) -> str:
+        return self.where
 
     def read(self) -> np.ndarray:
         self._still_whole()
@@ -68,6 +75,8 @@ class NpyArray:
 def open_npy(path: str) -> NpyArray:
     """Read the header of a .npy file, and compare the size of the file with it."""
     try:
+        if not os.path.isfile(path):  # a pipe would be waited for
+            raise ValueError("it is not a file")
         with open(path, "rb", buffering=0) as f:
             stat = os.fstat(f.fileno())
             head = f.read(128)  # nearly always the whole header
@@ -120,6 +129,10 @@ class H5Array:
     shape: tuple[int, ...]
 
     @property
+    def path(self) -> str:
+        return self.file
+
+    @property
     def where(self) -> str:
         return f"{self.file}#{self.name}"
 
@@ -128,9 +141,17 @@ class H5Array:
 
     def row(self, k: Any) -> np.ndarray:
         try:
-            return h5_file(self.file)[self.name][k]
-        except (OSError, KeyError) as error:
+            data = h5_file(self.file)[self.name]
+            check_bytes(self.where, data.dtype.itemsize * math.prod(data.shape[1:] if k != () else data.shape))
+            return data[k]
+        except (OSError, KeyError, RuntimeError) as error:
             raise UserError(f"{self.where}: cannot be read ({error})") from None
+
+
+def check_bytes(where: str, count: int, most: int = LARGEST_READ) -> None:
+    """A few bytes of a file can promise terabytes: asked before memory is taken."""
+    if count > most:
+        raise UserError(f"{where}: promises {count:.1e} bytes, at most {most:.1e} are read at once. Check its shape")
 
 
 @lru_cache(maxsize=16)

@@ -15,15 +15,18 @@ from __future__ import annotations
 import math
 import os
 from itertools import combinations
-from typing import Protocol
+from typing import Any, Protocol
 
 import h5py
 import numpy as np
 
-from allforce.data.arrays import DiskArray, H5Array, h5_file, open_npy
+from allforce.data.arrays import DiskArray, H5Array, check_bytes, h5_file, open_npy
 from allforce.data.batch import LABELS, Frame
 from allforce.data.system import System, check_finite
 from allforce.errors import UserError
+
+LARGEST_TEXT = 1 << 28  # bytes of type.raw, type_map.raw
+MOST_FRAMES = 1e9  # of a set whose frames are repeated
 
 
 class Tree(Protocol):
@@ -48,8 +51,12 @@ class Folder:
     def words(self, name: str) -> list[str] | None:
         if name not in self.entries:
             return None
+        path = os.path.join(self.name, name)
         try:
-            with open(os.path.join(self.name, name), encoding="utf-8") as f:
+            if not os.path.isfile(path):  # a pipe would be waited for
+                raise UserError(f"{path}: expected a file, found a folder, pipe or device")
+            check_bytes(path, os.path.getsize(path), LARGEST_TEXT)
+            with open(path, encoding="utf-8") as f:
                 return f.read().split()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{self.name}/{name}: cannot be read ({error})") from None
@@ -79,30 +86,44 @@ class Group:
     def _here(self) -> h5py.Group:
         return h5_file(self.file)[self.group]
 
+    def _item(self, name: str) -> Any:
+        """What a name leads to; links may lead nowhere, in a ring, or to another file."""
+        try:
+            return self._here()[name]
+        except (KeyError, OSError, RuntimeError) as error:
+            raise UserError(f"{self.name}/{name}: is a link that leads nowhere ({error})") from None
+
     def words(self, name: str) -> list[str] | None:
-        if name not in self._here():
+        if not self.has(name):
             return None
-        item = self._here()[name]
+        item = self._item(name)
         if not isinstance(item, h5py.Dataset):
-            raise UserError(f"{self.file}#{item.name}: expected a dataset, found {item}")
+            raise UserError(f"{self.name}/{name}: expected a dataset, found {item}")
+        check_bytes(f"{self.name}/{name}", item.dtype.itemsize * math.prod(item.shape), LARGEST_TEXT)
         values = np.atleast_1d(item[()]).ravel().tolist()
-        return [v.decode() if isinstance(v, bytes) else str(v) for v in values]
+        try:
+            return [v.decode() if isinstance(v, bytes) else str(v) for v in values]
+        except UnicodeDecodeError as error:
+            raise UserError(f"{self.name}/{name}: is not UTF-8 text ({error})") from None
 
     def has(self, name: str) -> bool:
-        return name in self._here()
+        return self._here().get(name, getlink=True, default=None) is not None
 
     def sets(self) -> list[str]:
         return sorted(x for x in self._here() if x.startswith("set."))
 
     def arrays(self, set_name: str) -> dict[str, DiskArray]:
-        group = self._here()[set_name]
+        group = self._item(set_name)
         if not isinstance(group, h5py.Group):
             raise UserError(f"{self.name}/{set_name}: expected a group with the frames, found {group}")
-        used = {n[:-4]: d for n, d in group.items() if n.endswith(".npy") and _canonical(n[:-4]) in USED}
-        for d in used.values():
-            if not isinstance(d, h5py.Dataset) or d.dtype.kind not in "fiub":
-                raise UserError(f"{self.file}#{d.name}: expected a dataset of real numbers, found {d}")
-        return {n: H5Array(self.file, d.name, d.shape) for n, d in used.items()}
+        names = [n for n in group if n.endswith(".npy") and _canonical(n[:-4]) in USED]
+        used = {n: self._item(f"{set_name}/{n}") for n in names}
+        for n, d in used.items():
+            if not isinstance(d, h5py.Dataset) or d.dtype.kind not in "fiub" or d.shape is None:
+                raise UserError(f"{self.name}/{set_name}/{n}: expected a dataset of real numbers, found {d}")
+        return {
+            n[:-4]: H5Array(self.file, f"{self.group.rstrip('/')}/{set_name}/{n}", d.shape) for n, d in used.items()
+        }
 
 
 def _canonical(name: str) -> str:
@@ -162,6 +183,9 @@ class DeepmdSystem(System):
         self.label_names = frozenset(first.kinds) & frozenset(LABELS)
         self.fparam_width = first.kinds.get("fparam", 0)
         self.aparam_width = first.kinds.get("aparam", 0) // self.natoms
+
+    def paths(self) -> list[str]:
+        return sorted({array.path for s in self.sets for array in s.arrays.values()})
 
     def frame(self, k: int) -> Frame:
         n = int(np.searchsorted(self.starts, k, side="right")) - 1
@@ -256,6 +280,8 @@ class Set:
         count = np.asarray(array.read()).ravel()
         if (count < 0).any() or (count != np.round(count)).any():
             raise UserError(f"{array.where}: expected whole numbers >= 0, how often each frame counts")
+        if (total := float(count.sum(dtype=np.float64))) > MOST_FRAMES:
+            raise UserError(f"{array.where}: asks for {total:.1e} frames, at most {MOST_FRAMES:.0e} are possible")
         return np.repeat(np.arange(rows), count.astype(np.int64))
 
     def row(self, name: str, k: int) -> np.ndarray:

@@ -14,6 +14,7 @@ import re
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import h5py
 
@@ -203,21 +204,38 @@ def _match_folder(root: str, patterns: list[str]) -> list[str]:
 
 def _walk_h5(file: str, group: str, patterns: list[str] | None) -> list[str]:
     root = h5_file(file)
-    if group not in root:
+    try:
+        start = root.get(group)
+    except (OSError, RuntimeError, ValueError) as error:  # a ring of links, a NUL in the name
+        raise UserError(f"systems: {file}#{group} cannot be followed ({error})") from None
+    if start is None:
         raise UserError(f"systems: the HDF5 file {file} has no group {group!r}. It has {sorted(root)[:20]}")
-    if not isinstance(root[group], h5py.Group):
-        raise UserError(f"systems: {file}#{group} is {root[group]}. Expected a group")
+    if not isinstance(start, h5py.Group):
+        raise UserError(f"systems: {file}#{group} is {start}. Expected a group")
     found: list[str] = []
+    seen: set[Any] = set()  # links are followed, rings of them are not
 
-    def visit(here: h5py.Group) -> None:
+    def visit(here: h5py.Group, path: str) -> None:
+        info = h5py.h5o.get_info(here.id)
+        if (info.fileno, info.addr) in seen:
+            return
+        seen.add((info.fileno, info.addr))
         for name in sorted(here):
-            if not name.startswith("set.") and here.get(name, getclass=True) is h5py.Group:
-                visit(here[name])
-        if "type.raw" in here and (patterns is None or _match(here.name, group, patterns)):
-            found.append(f"{file}#{here.name}")
+            if not name.startswith("set.") and isinstance(inner := _followed(here, name), h5py.Group):
+                visit(inner, f"{path.rstrip('/')}/{name}")
+        if "type.raw" in here and (patterns is None or _match(path, group, patterns)):
+            found.append(f"{file}#{path}")
 
-    visit(root[group])
+    visit(start, start.name)
     return found
+
+
+def _followed(here: h5py.Group, name: str) -> Any:
+    """What a name leads to, None where a link leads nowhere."""
+    try:
+        return here.get(name)
+    except (OSError, RuntimeError, KeyError):
+        return None
 
 
 def _match(name: str, root: str, patterns: list[str]) -> bool:

@@ -87,6 +87,9 @@ class MimicSystem(System):
         self.label_names = frozenset({"energy", "force"} if files.forces else {"energy"})
         self.periodic = bool(self.trr.read(int(frames[0]), ["box"])["box"].any())  # GROMACS: a box of zeros is none
 
+    def paths(self) -> list[str]:
+        return [self.files.mpt, self.files.trr, self.files.energies]
+
     def _set_types(self, topology: Topology) -> None:
         if topology.natoms != self.natoms:
             raise UserError(

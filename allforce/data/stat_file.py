@@ -6,14 +6,18 @@ entries by the names that the parts of the model give them (bias_atom_energy, fp
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 
 import h5py
 import numpy as np
 
+from allforce.data.arrays import check_bytes
 from allforce.distributed.comm import Comm
 from allforce.errors import UserError
+
+LARGEST = 1 << 28  # bytes of an entry
 
 
 class StatFile:
@@ -66,7 +70,7 @@ def _read(path: str, group: str) -> dict[str, np.ndarray]:
         if _is_hdf5(path):
             with h5py.File(path, "r") as f:
                 if group in f:
-                    f[group].visititems(lambda n, d: found.update({n: d[()]}) if isinstance(d, h5py.Dataset) else None)
+                    f[group].visititems(lambda n, d: found.update({n: _small(path, d)}) if _numbers(d) else None)
         else:
             root = os.path.join(path, group)
             for here, _, files in os.walk(root):
@@ -78,6 +82,15 @@ def _read(path: str, group: str) -> dict[str, np.ndarray]:
             f"training/stat_file {path!r} cannot be read ({error}). Remove it or name another one"
         ) from None
     return {k: v for k, v in found.items() if v.dtype.kind in "fiu"}
+
+
+def _numbers(item: object) -> bool:
+    return isinstance(item, h5py.Dataset) and item.dtype.kind in "fiu"
+
+
+def _small(path: str, data: h5py.Dataset) -> np.ndarray:
+    check_bytes(f"{path}#{data.name}", data.dtype.itemsize * math.prod(data.shape), LARGEST)
+    return data[()]
 
 
 def _write(path: str, group: str, entries: dict[str, np.ndarray]) -> None:

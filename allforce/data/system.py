@@ -47,6 +47,10 @@ class System(ABC):
         """Where its labels would be, for a message that they are missing."""
         return "labels are energy.npy, force.npy, …"
 
+    def paths(self) -> list[str]:
+        """The files its frames are read from when they are asked for."""
+        return []
+
     @abstractmethod
     def frame(self, k: int) -> Frame:
         """The k-th frame, types as the model numbers them."""
@@ -104,6 +108,9 @@ class Part(System):
     @property
     def label_hint(self) -> str:
         return self.whole.label_hint
+
+    def paths(self) -> list[str]:
+        return self.whole.paths()
 
     def frame(self, k: int) -> Frame:
         return self.whole.frame(self.frames[k])

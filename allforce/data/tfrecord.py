@@ -192,6 +192,9 @@ class TfrSystem(System):
             LABELS[key] for key in sample if key in LABELS and (key != "s_data" or self.periodic)
         )
 
+    def paths(self) -> list[str]:
+        return [self.file.path]
+
     def add(self, k: int) -> None:
         self.records.append(k)
         self.nframes += 1

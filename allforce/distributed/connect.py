@@ -107,6 +107,14 @@ def _horovod(world: World, device: torch.device, limit: float) -> Comm:
         raise UserError(
             "--engine horovod, but Horovod is not installed: build it with `make horovod`, or leave --engine out."
         )
+    import horovod.torch as hvd
+
+    if world.launcher != "horovodrun" and not hvd.mpi_built():
+        raise UserError(
+            f"--engine horovod under {world.started_by}, but this Horovod was built without MPI: its workers find each"
+            f" other under horovodrun alone. Start `horovodrun -np {world.size} dp train …`, leave --engine out, or"
+            " build Horovod with MPI (HOROVOD_WITH_MPI=1)."
+        )
     return HorovodComm.start(world, limit)
 
 

@@ -25,6 +25,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 
 from ..errors import UserError
@@ -196,8 +197,9 @@ def _file_announce(world: World) -> Callable[[Any, float], Any]:
 
     def announce(record: Any, deadline: float) -> Any:
         if world.rank == 0:
+            remove_stale(folder)
             part = path.with_suffix(f".{os.getpid()}")
-            part.write_text(json.dumps(record))
+            part.write_text(json.dumps(record | {"owner": _owner(os.getpid())}))
             part.replace(path)
             world.cleanup.append(path)
             atexit.register(path.unlink, missing_ok=True)
@@ -208,6 +210,29 @@ def _file_announce(world: World) -> Callable[[Any, float], Any]:
             return None
 
     return announce
+
+
+def remove_stale(folder: Path) -> None:
+    """Remove the records of jobs that were killed before all had met: of those whose rank 0 is surely gone."""
+    for path in folder.iterdir():
+        try:
+            where, pid, started = json.loads(path.read_text())["owner"]
+            if where == _owner(os.getpid())[0] and _owner(pid) != [where, pid, started]:
+                path.unlink(missing_ok=True)
+        except (OSError, ValueError, TypeError, KeyError):
+            continue  # not a record, or removed by its owner just now
+
+
+def _owner(pid: int) -> list[Any]:
+    """A process as nobody else ever is: machine since its start, name space of process numbers, number, and start."""
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        machine = ""
+    try:
+        return [machine, pid, psutil.Process(pid).create_time()]
+    except psutil.Error:
+        return [machine, pid, 0.0]
 
 
 def _http_announce(world: World) -> Callable[[Any, float], Any]:

@@ -79,7 +79,7 @@ def intact(data: bytes) -> bool:
     """The bytes are those that were written; files of version 1 do not tell."""
     place = DIGEST.search(data, 8, 8 + int.from_bytes(data[:8], "little"))
     if place is None:
-        return (_header(data) or {}).get("version", VERSION) < 2
+        return (_header(data) or {}).get("version", VERSION) in (0, 1)
     digest = hashlib.sha256(data[: place.start(1)])
     digest.update(b"0" * 64)
     digest.update(memoryview(data)[place.end(1) :])
@@ -98,6 +98,8 @@ def read(path: str | Path) -> Checkpoint:
         raise UserError(
             f"{path}: a safetensors file, but not a checkpoint of allforce. Give one that `dp train` wrote."
         )
+    if not isinstance(header.get("version", 0), int):
+        raise UserError(f"{path}: this checkpoint is damaged (version {header['version']!r}).{_instead_of(path)}")
     if header.get("version", 0) > VERSION:
         raise UserError(
             f"{path}: checkpoint of version {header['version']}, this program reads up to {VERSION}. Install a newer"

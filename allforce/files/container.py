@@ -8,6 +8,7 @@ Both hold one tree of dicts and lists. In .dp the tree is the root attribute `js
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +18,12 @@ import h5py
 import numpy as np
 import yaml
 
+from allforce.config.read import check_aliases
 from allforce.errors import UserError
 
 YAML_SUFFIXES = (".yaml", ".yml")
+LARGEST = 1 << 31  # bytes of an array
+MOST_NODES = 10**8  # values of a YAML file
 
 
 def read_tree(path: Path) -> dict:
@@ -61,12 +65,21 @@ def _read_hdf5(path: Path) -> dict:
     try:
         with h5py.File(path, "r") as file:
             tree = json.loads(file.attrs["json"])
-            return _map_variables(tree, lambda name: np.asarray(file[name][()]))
-    except (OSError, KeyError, ValueError) as error:
+            return _map_variables(tree, lambda name: _variable(file, name))
+    except (OSError, KeyError, ValueError, TypeError, RuntimeError, AttributeError) as error:
         raise UserError(
             f"{path} is not a readable .dp model: {error}. Expected an HDF5 file with the attribute 'json' as "
             "written by `dp freeze -o model.dp` or `dp convert-backend`."
         ) from None
+
+
+def _variable(file: h5py.File, name: Any) -> np.ndarray:
+    data = file[name]
+    if not isinstance(data, h5py.Dataset) or data.dtype.kind not in "fiub" or data.shape is None:
+        raise ValueError(f"{name} is no array of numbers, but {data}")
+    if (size := data.dtype.itemsize * math.prod(data.shape)) > LARGEST:
+        raise ValueError(f"{name} promises {size:.1e} bytes, at most {LARGEST:.1e} are read")
+    return np.asarray(data[()])
 
 
 def _write_hdf5(path: Path, tree: dict) -> None:
@@ -90,8 +103,11 @@ def _read_yaml(path: Path) -> dict:
         return np.asarray(leaf, dtype=np.float64)
 
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        return _map_variables(tree, array)
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(path.read_text(encoding="utf-8"))
+        if (node := loader.get_single_node()) is None:
+            return {}
+        check_aliases(node, str(path), MOST_NODES)
+        return _map_variables(loader.construct_document(node), array)
     except (yaml.YAMLError, UnicodeDecodeError, KeyError, ValueError, TypeError) as error:
         raise UserError(f"{path} is not a readable .yaml model: {error}.") from None
 

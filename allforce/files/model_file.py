@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from allforce.config.load import validated_config
 from allforce.errors import UserError
 from allforce.files import checkpoint
@@ -20,10 +22,28 @@ from allforce.models import MODELS, Model
 WRITTEN = (".dp", ".yaml", ".yml")
 CONVERTIBLE = (".pb", ".pth", ".pbtxt", ".savedmodel", ".savedmodeltf", ".hlo", ".jax", ".pd", ".json", ".pte", ".pt2")
 
+# what reading a tree of the wrong form may raise: a file can be anything
+MALFORMED = (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError, AssertionError)
+
 
 def load_model(path: str | Path) -> Model:
     """The model of a model file or checkpoint; a name without suffix is also tried with .dp."""
     path = _found(Path(path))
+    try:
+        model = _read(path)
+    except MALFORMED as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise UserError(f"{path}: what is in it does not make a model ({type(error).__name__}: {reason}).") from error
+    for name, tensor in model.state_dict().items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise UserError(
+                f"{path}: {name} of this model has numbers that are not finite, so all that it predicts would be. "
+                "Take an earlier checkpoint, or train it again."
+            )
+    return model
+
+
+def _read(path: Path) -> Model:
     if path.suffix in WRITTEN:
         return model_from_tree(read_tree(path), str(path))
     if path.suffix == ".pt":

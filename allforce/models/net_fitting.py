@@ -20,11 +20,11 @@ from allforce.config.keys import (
     SEED_HELP,
     Activation,
     Int,
-    Positive,
     Precision,
     Seed,
+    Widths,
 )
-from allforce.config.section import Section, key
+from allforce.config.section import WIDEST, Section, key
 from allforce.data.batch import Batch
 from allforce.data.sample import Sample
 from allforce.models.fitting import Fitting
@@ -38,12 +38,12 @@ class NetConfig(Section):
     """Keys of every fitting by nets."""
 
     type: str = key(..., "What is fitted.")
-    numb_fparam: Int = key(0, "Number of frame parameters (fparam.npy).", ge=0)
-    numb_aparam: Int = key(0, "Number of atomic parameters (aparam.npy).", ge=0)
+    numb_fparam: Int = key(0, "Number of frame parameters (fparam.npy).", ge=0, le=WIDEST)
+    numb_aparam: Int = key(0, "Number of atomic parameters (aparam.npy).", ge=0, le=WIDEST)
     default_fparam: list[float] | None = key(
         None, "Frame parameters of data that have none; numb_fparam numbers.", free=True
     )
-    neuron: list[Positive] = key(
+    neuron: Widths = key(
         [120, 120, 120],
         "Widths of the hidden layers. Layers of equal width get a skip connection.",
         aliases=("n_neuron",),

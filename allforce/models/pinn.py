@@ -26,6 +26,8 @@ from allforce.config.keys import (
     Positive,
     Precision,
     Seed,
+    Width,
+    Widths,
     precision_name,
 )  # fmt: skip
 from allforce.config.section import Section, Words, key
@@ -65,22 +67,22 @@ class NetworkKeys(Section):
     basis_type: Literal["polynomial", "gaussian"] = key(
         "polynomial", "Radial basis: powers of the cutoff function, or Gaussians times it.", own=True
     )
-    n_basis: Positive | list[Positive] = key(
+    n_basis: Width | list[Width] = key(
         4, "Number of basis functions; or, for the polynomial basis, a list of the powers.", own=True
     )
     gamma: float | Numbers = key(3.0, "1/width² of the Gaussians in Å⁻², one for all or one for each.", own=True)
     center: Numbers | None = key(
         None, "Centres of the Gaussians in Å; n_basis ones from 0 to rc when left out.", min_length=1, own=True
     )
-    pp_nodes: list[Positive] = key([16, 16], NODES + "PP, from properties to properties.", min_length=1, own=True)
-    pi_nodes: list[Positive] = key(
+    pp_nodes: Widths = key([16, 16], NODES + "PP, from properties to properties.", min_length=1, own=True)
+    pi_nodes: Widths = key(
         [16, 16], NODES + "PI, from properties to interactions; the last one for each basis function.", min_length=1,
         own=True,
     )  # fmt: skip
-    ii_nodes: list[Positive] = key([16, 16], NODES + "II, from interactions to interactions.", min_length=1, own=True)
-    out_nodes: list[Positive] = key([16, 16], NODES + "the output, which have no activation.", own=True)
+    ii_nodes: Widths = key([16, 16], NODES + "II, from interactions to interactions.", min_length=1, own=True)
+    out_nodes: Widths = key([16, 16], NODES + "the output, which have no activation.", own=True)
     act: Activation = key("tanh", ACTIVATION_HELP, own=True)
-    depth: Positive = key(4, "Number of blocks.", own=True)
+    depth: Width = key(4, "Number of blocks.", own=True)
     precision: Precision = key("default", PRECISION_HELP, free=True, own=True)
     seed: Seed = key(None, SEED_HELP, free=True, own=True)
     data_stat_nbatch: Int = key(10, "Batches of each system to which e_dress is fitted.", ge=1, free=True, own=True)

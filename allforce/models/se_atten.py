@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from allforce.config.keys import Int, NonNegative
-from allforce.config.section import Section, Words, key
+from allforce.config.keys import Int, NonNegative, Width
+from allforce.config.section import WIDEST, Section, Words, key
 from allforce.data.batch import Batch
 from allforce.errors import UserError
 from allforce.models.attention import AttentionLayer, Neighbors
@@ -64,13 +64,13 @@ class AttentionKeys(TwoBodyConfig):
     type_one_side: bool = key(
         False, "true: the embedding knows the type of the neighbour; false: also that of the centre."
     )
-    attn: Int = key(128, "Width of the attention layers.", ge=1)
-    attn_layer: Int = key(2, "Number of attention layers; 0 is by far the fastest.", ge=0)
+    attn: Width = key(128, "Width of the attention layers.")
+    attn_layer: Int = key(2, "Number of attention layers; 0 is by far the fastest.", ge=0, le=WIDEST)
     attn_dotr: bool = key(True, "Weight the attention of two neighbours by the cosine of their angle.")
     attn_mask: bool = key(False, "Only false is supported.")
     trainable_ln: bool = key(True, "Whether the layer normalisation is trained.")
     ln_eps: float | None = key(None, "Added to the variance in the layer normalisation; 1e-5 when left out.", gt=0)
-    tebd_dim: Int = key(8, "Width of the type embedding.", ge=1)
+    tebd_dim: Width = key(8, "Width of the type embedding.")
     use_econf_tebd: bool = key(False, "Only false is supported.")
     use_tebd_bias: bool = key(False, "A trained constant in the type embedding.")
     scaling_factor: float = key(1.0, "The attention is scaled by 1/√(attn · scaling_factor).", gt=0)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from allforce.config.keys import Int
-from allforce.config.section import Section, key
+from allforce.config.section import WIDEST, Section, key
 from allforce.models.spline import DEGREE, Grid
 
 MAX_NODES = 4096
@@ -30,7 +30,9 @@ class TableConfig(Section):
     tolerance: float | None = key(
         None, "Largest error of the interpolation; 1e-7 for float64 and 1e-5 for float32 when left out.", gt=0, own=True
     )
-    nodes: Int = key(64, "Nodes to begin with; more are taken when the tolerance asks for it.", ge=9, own=True)
+    nodes: Int = key(
+        64, "Nodes to begin with; more are taken when the tolerance asks for it.", ge=9, le=WIDEST, own=True
+    )
 
 
 class SplineTable(nn.Module):

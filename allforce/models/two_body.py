@@ -19,9 +19,9 @@ from allforce.config.keys import (
     SEED_HELP,
     Activation,
     Pair,
-    Positive,
     Precision,
     Seed,
+    Widths,
     known_types,
 )
 from allforce.config.section import Section, key
@@ -57,7 +57,7 @@ class TwoBodyConfig(Section):
     sel: Any = key("auto", "Slots for neighbours.")
     rcut: float = key(6.0, "Cutoff radius in Å.", gt=0)
     rcut_smth: float = key(0.5, "Where the smooth switching of 1/r begins, in Å; smaller than rcut.", ge=0)
-    neuron: list[Positive] = key(
+    neuron: Widths = key(
         [10, 20, 40],
         "Widths of the embedding net. A layer as wide as, or twice as wide as, the one before gets a skip connection.",
         min_length=1,

@@ -17,6 +17,8 @@ from allforce.distributed.connect import agree
 from allforce.errors import UserError
 from allforce.train.source import Source
 
+SAMPLED = 1024  # systems of which files and frames are compared between workers
+ENDS = 4096  # bytes of each end of a file
 Given = tuple[list[System], list[System] | None]  # training and validation systems that a script has opened
 
 
@@ -83,13 +85,33 @@ def _open(config: DataConfig, type_map: list[str] | None, name: str, rank: int =
 
 
 def fingerprint(dataset: DataSet) -> str:
-    """Hash of what a data set is: sizes of all systems, and the first frame of some of them."""
-    digest = hashlib.sha256(repr([(s.natoms, s.nframes, sorted(s.label_names)) for s in dataset.systems]).encode())
-    for system in dataset.systems[:: max(1, len(dataset.systems) // 16)]:
-        frame = system.frame(0)
-        for array in (frame.coord, frame.type, *(frame.labels[k] for k in sorted(frame.labels))):
-            digest.update(np.ascontiguousarray(array).tobytes())
+    """Hash of what is cheap to know of a data set: atoms, frames and labels of every system; of up to SAMPLED of them,
+    spread over all, the size and both ends of every file, and the first, the last and another frame.
+
+    Times of files are not among it: good copies on the disks of several machines have different ones.
+    """
+    systems = dataset.systems
+    digest = hashlib.sha256(repr([(s.natoms, s.nframes, sorted(s.label_names)) for s in systems]).encode())
+    for number in range(0, len(systems), -(-len(systems) // SAMPLED)):
+        system = systems[number]
+        for path in sorted(system.paths()):
+            digest.update(_ends(path))
+        drawn = int(np.random.default_rng(number).integers(system.nframes))
+        for k in sorted({0, drawn, system.nframes - 1}):
+            frame = system.frame(k)
+            labels = (frame.labels[name] for name in sorted(frame.labels))
+            for array in (frame.coord, frame.type, frame.cell, *labels):
+                digest.update(b"" if array is None else np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()[:16]
+
+
+def _ends(path: str) -> bytes:
+    """Size, first and last bytes of a file."""
+    with open(path, "rb") as file:
+        first = file.read(ENDS)
+        size = file.seek(0, 2)
+        file.seek(max(0, size - ENDS))
+        return size.to_bytes(8, "little") + first + file.read(ENDS)
 
 
 def make_cache(memory: float | None, comm: Comm) -> Cache:

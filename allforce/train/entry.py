@@ -30,6 +30,7 @@ from allforce.errors import UserError, file_problem
 from allforce.files import checkpoint
 from allforce.logs import CollectHandler, log
 from allforce.train.datasets import Given
+from allforce.train.dry_run import dry_run
 from allforce.train.lock import locked
 from allforce.train.monitor import Monitor
 from allforce.train.recipe import with_recipe
@@ -38,11 +39,15 @@ from allforce.train.start import Job, NothingToDo, prepare
 from allforce.train.stopping import TABLE, seconds_of
 from allforce.train.trainer import Trainer
 
+DYNAMIC = "DYNAMIC"  # a value of HOROVOD_TIMELINE
+
 
 def train(args: Namespace) -> int:
     """Start workers of our own, or be one of those a launcher started, or train alone."""
     if args.use_pretrain_script and not (args.init_model or args.init_frz_model or args.finetune):
         raise UserError("--use-pretrain-script needs a model: --finetune, --init-model or --init-frz-model.")
+    if args.world_size is not None and not args.dry_run:
+        raise UserError("--world-size belongs to --dry-run; the launcher or --workers says how many train.")
     if args.workers is not None and (worker_count(args.workers) > 1 or detect().size > 1):
         begun, words = time.time(), without(args.argv, "--workers", "--max-restarts")
         command = [sys.executable, "-m", "allforce", *words]
@@ -58,7 +63,7 @@ def train(args: Namespace) -> int:
     try:
         collector = logs.setup(args.log_level, args.log_path, args.mpi_log, comm, args.json_log)
         code = work(args, world, comm, device, threads, collector)
-        if wants_profile:
+        if wants_profile and not args.dry_run:
             tell_profile(comm)
     except BaseException as error:
         if comm.size == 1:
@@ -94,7 +99,10 @@ def work(
     options = Options(args.INPUT, **{name: getattr(args, name) for name in (*names, "use_pretrain_script")})
     options.wall_time = None if args.max_wall_time is None else seconds_of(args.max_wall_time)
     try:
-        code = run(input, options, world, comm, device, threads, collector, timeline=args.timeline).exit_code
+        if args.dry_run:
+            code = dry_run(input, options, comm, device, args.world_size).exit_code
+        else:
+            code = run(input, options, world, comm, device, threads, collector, timeline=args.timeline).exit_code
     except NothingToDo as reason:
         code = 0
         if comm.rank == 0:
@@ -221,9 +229,22 @@ def summary_rows(
 def timeline_of(option: str | None, job: Job, comm: Comm) -> str | None:
     """Its file, by option, input or Horovod's variable (unless Horovod itself is there to write that)."""
     config = job.input.training
+    theirs = os.environ.get("HOROVOD_TIMELINE", "")
+    if theirs and comm.rank == 0 and (why := no_timeline(theirs, comm.engine)):
+        log.warning(f"HOROVOD_TIMELINE={theirs}: nothing will be written, {why}")
     if option or config.profiling:
         return option or config.profiling_file
-    return os.environ.get("HOROVOD_TIMELINE") or None if comm.engine != "horovod" else None
+    return theirs if theirs and theirs != DYNAMIC and comm.engine != "horovod" else None
+
+
+def no_timeline(path: str, engine: str) -> str:
+    """Why Horovod's variable leads to no file: Horovod itself says nothing, or nothing that is seen."""
+    if path == DYNAMIC:
+        return "for that means that a program starts the timeline itself, which dp train does not. Name a file."
+    folder = Path(path).absolute().parent
+    if engine == "horovod" and not (folder.is_dir() and os.access(folder, os.W_OK)):
+        return f"for {folder} is no folder that can be written to. Make it, or name a file in another."
+    return ""
 
 
 def tell_start(job: Job) -> None:

@@ -27,7 +27,7 @@ class Options:
     """What the command line says about a run."""
 
     input: str = "input.json"
-    output: str = "out.json"
+    output: str | None = "out.json"  # None: nothing is written
     restart: str | None = None
     init_model: str | None = None
     init_frz_model: str | None = None

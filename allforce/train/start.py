@@ -108,11 +108,11 @@ def prepare(settings: Input, comm: Comm, options: Options, device: torch.device,
     if comm.rank == 0:
         for line in [line for d in (training, validation) if d is not None for line in d.summary()]:
             log.info(line)
-        open(options.output, "ab").close()  # a folder that is not there, or closed to us, is an error
-        write_whole(options.output, (json.dumps(complete, indent=4, ensure_ascii=False) + "\n").encode())
-        (Path(settings.training.save_dir or ".") / settings.training.save_ckpt).parent.mkdir(
-            parents=True, exist_ok=True
-        )
+        if options.output is not None:
+            open(options.output, "ab").close()  # a folder that is not there, or closed to us, is an error
+            write_whole(options.output, (json.dumps(complete, indent=4, ensure_ascii=False) + "\n").encode())
+            prefix = Path(settings.training.save_dir or ".") / settings.training.save_ckpt
+            prefix.parent.mkdir(parents=True, exist_ok=True)
     model = MODELS[section.type](section)
     loss = LOSSES[settings.loss.type](settings.loss, settings.learning_rate.start_lr, model.outputs)
     check_labels(training, loss, comm, split)

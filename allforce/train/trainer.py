@@ -14,19 +14,17 @@ from torch import Tensor
 
 from allforce.data.batch import Batch
 from allforce.distributed.profile import CountedComm
-from allforce.errors import UserError
-from allforce.files import checkpoint
 from allforce.logs import CollectHandler, log
 from allforce.trace import BACKWARD, CHECKPOINT, DATA, DISPLAY, FORWARD, OPTIMIZER, VALIDATION, phase
 from allforce.train.build import change_bias
 from allforce.train.display import Display
 from allforce.train.monitor import Monitor
+from allforce.train.on_nan import Guard
 from allforce.train.start import Job
 from allforce.train.stopping import CODES, REASONS, Requests
 from allforce.train.validating import FullValidation, Patience
 from allforce.train.writer import Writer
 
-NEVER = 2**62
 LOOK_EVERY = 16  # steps between two looks at the flags where a look makes the device wait
 
 
@@ -58,9 +56,7 @@ class Trainer:
             self.sum_since.copy_(torch.tensor(job.sum_since, dtype=self.sum_since.dtype))
         self.seen: list[tuple[str, Tensor]] = []  # this worker's micro-batches of the step and their losses
         self.frames = 0  # of this worker in the step
-        device = self.flat.wire.device
-        self.watch = device.type == "cpu"  # elsewhere a look at the loss makes the device wait: only at shows and saves
-        self.bad_step = torch.full((), NEVER, dtype=torch.int64, device=device)
+        self.guard = Guard(job, comm, self.writer)
 
     def run(self) -> int:
         """Evaluate, show, save, step. The exit code: 0, or that of a signal."""
@@ -75,7 +71,9 @@ class Trainer:
             while (step := self.state.step) < self.last and not self.patience.over:
                 if self.shows(step):
                     self.refresh()
-                self.gradients(step)
+                if not self.gradients(step):
+                    self.leave_out()
+                    continue
                 self.record(step)
                 if self.shows(step):
                     self.show(step)
@@ -107,8 +105,9 @@ class Trainer:
 
     # ---- a step
 
-    def gradients(self, step: int) -> None:
-        """Mean gradient and metric sums over this step's micro-batches of all workers, for the present weights."""
+    def gradients(self, step: int) -> bool:
+        """Mean gradient and metric sums over this step's micro-batches of all workers, for the present weights; whether
+        they are finite."""
         lr = self.schedule.loss_lr(step)
         self.seen.clear()
         self.frames = 0
@@ -125,9 +124,11 @@ class Trainer:
         if self.requests.any():
             self.flat.flags.copy_(torch.tensor(self.requests.asked))
         self.flat.reduce_finish(self.flat.reduce_start(self.comm), self.comm)
-        self.check_finite(step)
+        if not self.guard.finite(step, self.seen, self.shows(step) or self.saves(step)):
+            return False
         if self.config.disp_avg:
             self.sum_since += self.flat.sums
+        return True
 
     def update(self, step: int) -> None:
         with phase(OPTIMIZER):
@@ -135,20 +136,15 @@ class Trainer:
         self.monitor.step(self.frames)
         self.display.progress(self.state.step)
 
-    def check_finite(self, step: int) -> None:
-        """Stop every worker when the loss is not a number: all of them see the same reduced sums."""
-        finite = torch.isfinite(self.flat.sums[0])
-        if self.watch:
-            if not bool(finite):
-                self.stop_not_finite(step)
-            return
-        self.bad_step = torch.where(finite, self.bad_step, self.bad_step.clamp(max=step))
-        if (self.shows(step) or self.saves(step) or step == self.last) and int(self.bad_step) < NEVER:
-            self.stop_not_finite(int(self.bad_step))
+    def leave_out(self) -> None:
+        """The step is not made: nothing is shown or saved, and the next one has the next micro-batches."""
+        self.state.step += 1
+        self.monitor.step(self.frames)
+        self.display.progress(self.state.step)
 
     def stop_reason(self, step: int) -> int | None:
         """Which end some worker was asked for, the same on all: the flags have come with the gradients."""
-        if not self.watch and step % LOOK_EVERY:
+        if self.flat.wire.device.type != "cpu" and step % LOOK_EVERY:
             return None
         *ends, table = self.flat.flags.tolist()
         if table and self.monitor.steps > 1:  # else there is nothing to tell yet
@@ -165,17 +161,6 @@ class Trainer:
         if self.comm.rank == 0:
             log.info(f"stopped by {REASONS[reason]} at step {step} of {self.last}: --restart auto goes on from here")
         return CODES[reason]
-
-    def stop_not_finite(self, step: int) -> None:
-        own = [name for name, loss in self.seen if not torch.isfinite(loss)] if self.watch else self.job.names_of(step)
-        names = dict.fromkeys(name for rank in self.comm.gather(own) for name in rank)
-        saved = [str(p) for p in checkpoint.of_run(self.job.prefix, self.job.run, step)] if self.comm.rank == 0 else []
-        kept = self.comm.gather(saved)[0]
-        where = f"The last good checkpoint is {kept[-1]}." if kept else "No checkpoint had been written."
-        raise UserError(
-            f"The loss is not finite at step {step}, in the batch of {'; '.join(names)}. {where} Look for wrong labels "
-            "or atoms too close in that system, or lower learning_rate/start_lr (or set training/gradient_max_norm)."
-        )
 
     # ---- what is shown and saved
 
@@ -263,7 +248,7 @@ class Trainer:
                 sums += self.mesh.once(one)
             self.comm.all_reduce(sums)
             self.flat.sums.copy_(sums)
-            self.check_finite(step)
+            self.guard.finite(step, self.seen, due=True, update=False)
             self.record(step)
             self.show(step)
             if self.config.change_bias_after_training:

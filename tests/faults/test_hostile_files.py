@@ -5,14 +5,20 @@ import resource
 import subprocess
 import sys
 
+import h5py
 import numpy as np
 import pytest
+import torch
 from run import ROOT
-from tiny import write_data, write_input
+from tiny import changed, write_data, write_input, write_system
 
+from allforce.config.load import parse_input
 from allforce.config.read import read_file
 from allforce.data.arrays import open_npy
+from allforce.data.discover import open_systems
 from allforce.errors import UserError
+from allforce.files.model_file import load_model, save_model
+from allforce.models import MODELS
 from allforce.neighbors import neighbor_list
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -25,6 +31,7 @@ INPUTS = {
     "nested.yaml": ("[" * 5_000 + "]" * 5_000, "nested too deeply"),
     "digits.json": ('{"training": {"numb_steps": ' + "1" * 5_000 + "}}", "cannot be read"),
     "digits.yaml": ("a: " + "1" * 5_000, "cannot be read"),
+    "nul.json": ('{"training": {"disp_file": "a\\u0000b"}}', "the character NUL"),
 }
 
 
@@ -43,11 +50,29 @@ def test_a_pipe_where_an_input_is_expected(tmp_path):
         read_file(tmp_path / "input.json")
 
 
+NUMBERS = {
+    "training__numb_steps": (10**18, "expected at most 1,000,000,000,000,000"),
+    "training__training_data__batch_size": (1e30, "expected at most 1,000,000,000,000,000"),
+    "model__descriptor__neuron": ([10**9], "neuron/0: found 1000000000; expected at most 16,384"),
+    "model__fitting_net__neuron": ([16000, 16000], r"has 2.6e\+08 weights, at most 2e\+08 are possible"),
+    "training__validation_data__numb_btch": (10**9, "expected at most 16,384"),
+    "training__table": ({"nodes": 8}, "expected an integer ≥ 9"),
+}
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_numbers(key):
+    value, words = NUMBERS[key]
+    with pytest.raises(UserError, match=words):
+        parse_input(changed(**{key: value}))
+
+
 STRUCTURES = {
     "a cell of 1e300 Å": (np.zeros((1, 3)), np.eye(3) * 1e300, 6.0, r"a cell vector of 1.0e\+300 Å"),
     "an atom at 1e15 Å": (np.array([[0.0, 0, 0], [1e15, 0, 0]]), None, 6.0, r"a coordinate of 1.0e\+15 Å"),
     "a thin cell": (np.zeros((1, 3)), np.diag([0.001, 0.001, 0.01]), 6.0, "pairs within 6.0 Å"),
     "a cutoff of 1000 Å": (np.zeros((192, 3)), np.eye(3) * 12.4, 1000.0, "pairs within 1000.0 Å"),
+    "a cutoff of 1e300 Å": (np.zeros((2, 3)), np.eye(3), 1e300, r"a cutoff of 1.0e\+300 Å"),
     "no volume": (np.zeros((1, 3)), np.ones((3, 3)), 6.0, "has no volume"),
 }
 
@@ -93,6 +118,111 @@ def test_data(tmp_path, spoil, words):
     spoil(tmp_path)
     code, text = train(tmp_path)
     assert code == 2 and words in text and "small" in text and "Traceback" not in text, text
+
+
+def with_atoms(file, **types):
+    """An HDF5 file that is a system; `types` is what type.raw is created with."""
+    file.create_dataset("type.raw", **(types or {"data": np.zeros(2, int)}))
+    frames = file.create_group("set.000")
+    frames["coord.npy"], frames["box.npy"] = np.zeros((3, 6)), np.tile(np.eye(3).ravel() * 9, (3, 1))
+    return frames
+
+
+def sparse(file):
+    with_atoms(file, shape=(1_600_000_000,), dtype="i8", chunks=(10**6,))
+
+
+def long_text(file):
+    with_atoms(file, shape=(1,), dtype="S1000000000")
+
+
+def link_to_itself(file):
+    with_atoms(file)
+    del file["type.raw"]
+    file["type.raw"] = h5py.SoftLink("/type.raw")
+
+
+def link_to_nothing(file):
+    frames = with_atoms(file)
+    del frames["coord.npy"]
+    frames["coord.npy"] = h5py.ExternalLink("missing.h5", "/x")
+
+
+def repeated(file):
+    with_atoms(file)["numb_copy.npy"] = np.full(3, 10**17)
+
+
+def no_array(file):
+    frames = with_atoms(file)
+    del frames["coord.npy"]
+    frames["coord.npy"] = h5py.Empty("f8")
+
+
+HDF5 = {
+    sparse: r"type.raw: promises 1.3e\+10 bytes",
+    long_text: r"type.raw: promises 1.0e\+09 bytes",
+    link_to_itself: "type.raw: is a link that leads nowhere",
+    link_to_nothing: "coord.npy: is a link that leads nowhere",
+    repeated: r"numb_copy.npy: asks for 3.0e\+17 frames",
+    no_array: "expected a dataset of real numbers",
+}
+
+
+@pytest.mark.parametrize("build", HDF5)
+def test_hdf5(tmp_path, build):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        build(file)
+    with pytest.raises(UserError, match=HDF5[build]):
+        open_systems([str(tmp_path / "data.h5")], ["A"])
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kB
+
+
+def test_rings_of_links_are_not_followed(tmp_path):
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        with_atoms(file)
+        file["a"], file["b"], file["c"] = h5py.SoftLink("/b"), h5py.SoftLink("/a"), file["/"]
+    assert len(open_systems([str(tmp_path / "data.h5")], ["A"])) == 1
+
+
+@pytest.mark.parametrize("name", ["type.raw", "set.000/coord.npy"])
+def test_a_pipe_where_data_are_expected(tmp_path, name):
+    write_system(tmp_path / "system", [0, 1], 3, 1)
+    (tmp_path / "system" / name).unlink()
+    os.mkfifo(tmp_path / "system" / name)
+    with pytest.raises(UserError, match="not a file|found a folder, pipe or device"):
+        open_systems([str(tmp_path / "system")], ["A", "B"])
+
+
+@pytest.mark.parametrize("suffix", [".dp", ".yaml"])
+def test_weights_that_are_not_numbers(tmp_path, suffix):
+    """They would make all predictions of dp test and of ASE nan, without a word."""
+    config = parse_input(changed()).model
+    model = MODELS[config.type](config)
+    with torch.no_grad():
+        next(model.parameters()).fill_(torch.nan)
+    save_model(model, tmp_path / f"model{suffix}")
+    with pytest.raises(UserError, match="of this model has numbers that are not finite"):
+        load_model(tmp_path / f"model{suffix}")
+
+
+def test_models_of_the_wrong_form(tmp_path):
+    for number, state in enumerate([3, {"model_params": [1]}, {"model_params": {"descriptor": 5, "fitting_net": 6}}]):
+        torch.save({"model": {"_extra_state": state, "model.Default.x": torch.zeros(1)}}, tmp_path / f"{number}.pt")
+    (tmp_path / "bomb.yaml").write_text(BOMB + "model: {descriptor: 3}\n")
+    for number, tree in enumerate(["[]", '{"model": {"descriptor": 3}}', '{"model": {"type": [], "descriptor": {}}}']):
+        with h5py.File(tmp_path / f"{number}.dp", "w") as file:
+            file.attrs["json"] = tree
+    for path in sorted(tmp_path.iterdir()):
+        with pytest.raises(UserError, match=path.name):
+            load_model(path)
+
+
+def test_a_terminal_without_utf8():
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "allforce", "doc-train-input"]  # has Å and ≥
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "\\u2265" in done.stdout, done.stderr
 
 
 def test_a_file_truncated_while_it_is_in_use(tmp_path):

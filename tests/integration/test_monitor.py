@@ -13,6 +13,7 @@ from tiny import ROOT, dp, rows, write_data, write_input
 
 from allforce import logs
 from allforce.cli import main
+from allforce.train.entry import no_timeline
 
 STEP = {"data wait", "forward", "moments", "backward", "communication", "optimizer"}
 
@@ -91,6 +92,18 @@ def test_timeline_by_other_names(folder, monkeypatch, how):
     assert {e["name"] for e in json.loads((folder / "other.json").read_text())["traceEvents"]} >= STEP - {
         "communication"
     }
+
+
+def test_a_timeline_of_horovod_that_nobody_starts(folder, monkeypatch, capsys):
+    monkeypatch.setenv("HOROVOD_TIMELINE", "DYNAMIC")
+    assert train(folder) == 0
+    assert "HOROVOD_TIMELINE=DYNAMIC: nothing will be written" in capsys.readouterr().err
+    assert not (folder / "DYNAMIC").exists()
+
+
+def test_a_timeline_of_horovod_in_a_folder_that_is_not_there(tmp_path):
+    assert "Make it, or name a file in another" in no_timeline(str(tmp_path / "no/t.json"), "horovod")
+    assert not no_timeline(str(tmp_path / "t.json"), "horovod")
 
 
 def test_what_cannot_be_written_is_told_once_and_training_goes_on(folder, capsys):

@@ -240,6 +240,36 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_words(folder, capsys):
     assert "No checkpoint had been written." in capsys.readouterr().err.splitlines()[-1]
 
 
+def spoil(folder):
+    """One frame of 70 has a force whose square is no number."""
+    forces = np.load(folder / "small/set.000/force.npy")
+    forces[7] = 1e200
+    np.save(folder / "small/set.000/force.npy", forces)
+
+
+@pytest.mark.parametrize("action", ["skip", "rewind"])
+def test_a_run_goes_on_after_a_loss_that_is_not_finite(folder, capsys, action):
+    spoil(folder)
+    assert train(folder, training__numb_steps=80, training__on_nan=action) == 0
+    log = capsys.readouterr().err
+    assert log.count("The loss is not finite at step") == 2 and log.count("small frame 7") == 2, log  # 35 steps a pass
+    assert log.count("The step is skipped" if action == "skip" else "Back to model.ckpt-") == 2, log
+    assert all(torch.isfinite(w).all() for w in weights(folder, 80).values())
+    assert "nan" not in (folder / "lcurve.out").read_text() and "inf" not in (folder / "lcurve.out").read_text()
+
+
+def test_skips_and_rewinds_have_an_end(folder, capsys):
+    huge = {"learning_rate__start_lr": 1e300, "learning_rate__stop_lr": 1e299}
+    assert train(folder, training__on_nan="skip", **huge) == 2
+    assert "the step number 11 in a row that was not. No checkpoint" in capsys.readouterr().err.splitlines()[-1]
+    train(folder, training__numb_steps=10)
+    capsys.readouterr()
+    assert train(folder, "--restart", "model.ckpt", training__on_nan="rewind", **huge) == 2
+    log = capsys.readouterr().err
+    assert log.count("Back to model.ckpt-10.safetensors") == 3, log
+    assert "3 times the run has gone back to it" in log.splitlines()[-1]
+
+
 def test_average_of_the_interval(folder):
     every = {
         "training__disp_freq": 1,

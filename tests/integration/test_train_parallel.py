@@ -3,6 +3,7 @@
 import json
 import re
 
+import numpy as np
 import pytest
 import torch
 from tiny import dp, rows, write_data, write_input
@@ -52,6 +53,19 @@ def test_two_workers_are_one_with_two_micro_batches_bit_for_bit(folder):
     assert len(lines) == log.count("DEEPMD")
     stamps = [line[: line.index("]")] for line in lines]
     assert stamps == sorted(stamps)
+
+
+def test_workers_go_back_alike_after_a_loss_that_is_not_finite(folder):
+    forces = np.load(folder / "small/set.000/force.npy")
+    forces[7] = 1e200
+    np.save(folder / "small/set.000/force.npy", forces)
+    log = parallel(folder, 2, training__on_nan="rewind", training__numb_steps=40)
+    assert 1 <= log.count("Back to model.ckpt-") == log.count("small frame 7"), log
+    two, curve = final(folder, 40), rows(folder)
+    serial(folder, training__acc_freq=2, training__on_nan="rewind", training__numb_steps=40)
+    one = final(folder, 40)
+    assert all(torch.equal(one[k], two[k]) for k in one)
+    assert rows(folder) == curve
 
 
 MUON = {"optimizer": {"type": "HybridMuon"}, "learning_rate__scale_by_worker": "none"}

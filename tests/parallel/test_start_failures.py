@@ -1,5 +1,6 @@
 """Accidents get words, and nobody waits for the dead. A hang shows as a time-out of the command."""
 
+import json
 import os
 import re
 import signal
@@ -114,7 +115,34 @@ def test_old_record_is_not_believed(monkeypatch, tmp_path):
         rendezvous.open_store(world, 0.5)
 
 
+def test_records_of_dead_jobs_are_removed(tmp_path):
+    """And of nobody else: a living owner, one of another machine, a file that is no record."""
+    dead = subprocess.Popen(["sleep", "60"])
+    owner = rendezvous._owner(dead.pid)
+    (tmp_path / "living").write_text(json.dumps({"owner": owner}))
+    rendezvous.remove_stale(tmp_path)
+    assert (tmp_path / "living").exists()
+    dead.kill()
+    dead.wait()
+    (tmp_path / "elsewhere").write_text(json.dumps({"owner": ["another machine", *owner[1:]]}))
+    (tmp_path / "mine").write_text(json.dumps({"owner": rendezvous._owner(os.getpid())}))
+    (tmp_path / "reused").write_text(json.dumps({"owner": [owner[0], os.getpid(), 12345.0]}))
+    (tmp_path / "other").write_text("no record")
+    rendezvous.remove_stale(tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {"elsewhere", "mine", "other"}
+
+
 def test_serial_engine_under_a_launcher():
     local = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
     with pytest.raises(UserError, match="overwrite"):
         connect(detect(ALONE | local), "serial")
+
+
+def test_horovod_without_mpi_under_mpirun():
+    """The launcher's fault is named, not that the workers do not find each other."""
+    hvd = pytest.importorskip("horovod.torch")
+    if hvd.mpi_built():
+        pytest.skip("this Horovod was built with MPI")
+    local = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    with pytest.raises(UserError, match="built without MPI.*horovodrun -np 4"):
+        connect(detect(ALONE | local), "horovod")
