@@ -8,16 +8,21 @@ from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
-from allforce.config.section import LARGEST, WIDEST, Words
+from allforce.config.section import WIDEST, Words
 from allforce.errors import UserError
 
+LARGEST = 10**15  # of any whole number
 MOST_WEIGHTS = 2e8  # of one net
 
 
 def _whole(value: Any) -> Any:
     """1e6 is how people write a million: a float without fraction counts as an integer."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    whole = int(value) if isinstance(value, float) and value.is_integer() else value
+    if isinstance(whole, int) and abs(whole) > LARGEST:
+        raise PydanticCustomError("too_large", "at most {le}", {"le": LARGEST})
+    return whole
 
 
 def _lower(value: Any) -> Any:
@@ -40,9 +45,9 @@ def _affordable(widths: list[int]) -> list[int]:
     return widths
 
 
-Int = Annotated[int, Field(le=LARGEST), BeforeValidator(_whole)]
-NonNegative = Annotated[int, Field(ge=0, le=LARGEST), BeforeValidator(_whole)]
-Positive = Annotated[int, Field(ge=1, le=LARGEST), BeforeValidator(_whole)]
+Int = Annotated[int, BeforeValidator(_whole)]
+NonNegative = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
+Positive = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
 Width = Annotated[int, Field(ge=1, le=WIDEST), BeforeValidator(_whole)]  # of something that is allocated
 Widths = Annotated[list[Width], AfterValidator(_affordable)]  # of the layers of a net
 Seed = NonNegative | list[NonNegative] | None

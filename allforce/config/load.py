@@ -22,7 +22,7 @@ from allforce.config.legacy import V0_KEYS, Clash, is_v0, modernise
 from allforce.config.pinn import from_pinn, is_pinn
 from allforce.config.read import read_file
 from allforce.config.schema import Input, ModelAlone
-from allforce.config.section import Section, aliases, expected, is_own, quoted, sections, takes_dicts, walk
+from allforce.config.section import WIDEST, Section, aliases, expected, is_own, quoted, sections, takes_dicts, walk
 from allforce.errors import UserError
 
 log = logging.getLogger("deepmd.config")
@@ -269,7 +269,7 @@ def _wrong_value(item: Any, field: FieldInfo, path: list[str], depth: int) -> st
     if item["type"] == "missing":
         return f"required key is missing; expected {expected(field)}: {(field.description or '').rstrip('.')}"
     key, value = path[depth - 1], item["input"]
-    if item["type"] == "less_than_equal":
+    if item["type"] == "too_large" or (item["type"] == "less_than_equal" and item["ctx"]["le"] == WIDEST):
         return f"found {_show(value)}; expected at most {item['ctx']['le']:,}"
     if item["type"] == "value_error":
         return f"found {_show(value)}; {item['ctx']['error']}"

@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-LARGEST, WIDEST = 10**15, 16_384  # of any whole number, and of one that memory is taken for; told when exceeded
+WIDEST = 16_384  # of a number that memory is taken for; told when it is exceeded, not in the manual
 
 
 def key(
@@ -103,7 +103,7 @@ def _words(annotation: Any, metadata: list[Any], many: bool) -> str:
         return f"{'lists' if many else 'a list'} of {number}{_words(args[0], [], many=True)}"
     if annotation in NOUNS:
         found = [(sign, getattr(m, name)) for m in metadata for name, sign in SIGNS.items() if hasattr(m, name)]
-        limits = [f" {sign} {value}" for sign, value in found if (sign, value) not in (("≤", LARGEST), ("≤", WIDEST))]
+        limits = [f" {sign} {value}" for sign, value in found if (sign, value) != ("≤", WIDEST)]
         return NOUNS[annotation][many] + " and".join(limits)
     return {bool: "true or false", type(None): "null"}.get(annotation, "objects" if many else "an object")
 

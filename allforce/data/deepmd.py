@@ -82,6 +82,7 @@ class Group:
     def __init__(self, file: str, group: str):
         self.file, self.group = file, group
         self.name = f"{file}#{group}"
+        self.below = group.rstrip("/")  # before the name of something in it
 
     def _here(self) -> h5py.Group:
         return h5_file(self.file)[self.group]
@@ -91,20 +92,20 @@ class Group:
         try:
             return self._here()[name]
         except (KeyError, OSError, RuntimeError) as error:
-            raise UserError(f"{self.name}/{name}: is a link that leads nowhere ({error})") from None
+            raise UserError(f"{self.file}#{self.below}/{name}: is a link that leads nowhere ({error})") from None
 
     def words(self, name: str) -> list[str] | None:
         if not self.has(name):
             return None
         item = self._item(name)
         if not isinstance(item, h5py.Dataset):
-            raise UserError(f"{self.name}/{name}: expected a dataset, found {item}")
-        check_bytes(f"{self.name}/{name}", item.dtype.itemsize * math.prod(item.shape), LARGEST_TEXT)
+            raise UserError(f"{self.file}#{self.below}/{name}: expected a dataset, found {item}")
+        check_bytes(f"{self.file}#{self.below}/{name}", item.dtype.itemsize * math.prod(item.shape), LARGEST_TEXT)
         values = np.atleast_1d(item[()]).ravel().tolist()
         try:
             return [v.decode() if isinstance(v, bytes) else str(v) for v in values]
         except UnicodeDecodeError as error:
-            raise UserError(f"{self.name}/{name}: is not UTF-8 text ({error})") from None
+            raise UserError(f"{self.file}#{self.below}/{name}: is not UTF-8 text ({error})") from None
 
     def has(self, name: str) -> bool:
         return self._here().get(name, getlink=True, default=None) is not None
@@ -115,15 +116,15 @@ class Group:
     def arrays(self, set_name: str) -> dict[str, DiskArray]:
         group = self._item(set_name)
         if not isinstance(group, h5py.Group):
-            raise UserError(f"{self.name}/{set_name}: expected a group with the frames, found {group}")
+            raise UserError(f"{self.file}#{self.below}/{set_name}: expected a group with the frames, found {group}")
         names = [n for n in group if n.endswith(".npy") and _canonical(n[:-4]) in USED]
         used = {n: self._item(f"{set_name}/{n}") for n in names}
         for n, d in used.items():
             if not isinstance(d, h5py.Dataset) or d.dtype.kind not in "fiub" or d.shape is None:
-                raise UserError(f"{self.name}/{set_name}/{n}: expected a dataset of real numbers, found {d}")
-        return {
-            n[:-4]: H5Array(self.file, f"{self.group.rstrip('/')}/{set_name}/{n}", d.shape) for n, d in used.items()
-        }
+                raise UserError(
+                    f"{self.file}#{self.below}/{set_name}/{n}: expected a dataset of real numbers, found {d}"
+                )
+        return {n[:-4]: H5Array(self.file, f"{self.below}/{set_name}/{n}", d.shape) for n, d in used.items()}
 
 
 def _canonical(name: str) -> str:

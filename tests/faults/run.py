@@ -20,6 +20,7 @@ from tiny import write_data, write_input  # noqa: E402
 from allforce.distributed.launch import scrubbed  # noqa: E402
 
 RANKS = ("ALLFORCE_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "HOROVOD_RANK", "PMI_RANK", "SLURM_PROCID")
+FULL = os.environ.get("ALLFORCE_FAULTS") == "full"  # make faults; else what CI has time for
 SECONDS = 120.0  # that anything here may take on a busy machine
 
 

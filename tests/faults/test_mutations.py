@@ -1,5 +1,5 @@
 """Inputs, data and model files with random faults: a correct result or a UserError; no other error, no memory without
-bounds. ALLFORCE_MUTATIONS says how many of each are tried (make faults: thousands).
+bounds. ALLFORCE_MUTATIONS says how many inputs, data sets and model files are tried (make faults: thousands).
 """
 
 import copy
@@ -28,15 +28,15 @@ from allforce.files.checkpoint import Checkpoint
 from allforce.files.model_file import load_model, save_model
 from allforce.models import MODELS, Model
 
-COUNT = int(os.environ.get("ALLFORCE_MUTATIONS", "150"))
+INPUTS, DATA, FILES = map(int, os.environ.get("ALLFORCE_MUTATIONS", "150,150,150").split(","))
 MEMORY = 1_000_000  # kB that the whole file may take more than it had at its start
-many = settings(
-    max_examples=COUNT,
-    deadline=None,
-    database=None,
-    derandomize=COUNT < 1000,  # in CI always the same, in the full proof others each time
-    suppress_health_check=list(HealthCheck),
-)
+
+
+def many(count: int) -> settings:
+    """In CI always the same, in the full proof others each time."""
+    same = "ALLFORCE_MUTATIONS" not in os.environ
+    quiet = list(HealthCheck)
+    return settings(max_examples=count, deadline=None, database=None, derandomize=same, suppress_health_check=quiet)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -83,7 +83,7 @@ def mutated(changes):
 change = st.tuples(st.sampled_from(PATHS), st.sampled_from(["set", "set", "add", "remove"]), st.sampled_from(VALUES))
 
 
-@many
+@many(INPUTS // 2)
 @given(st.lists(change, min_size=1, max_size=3))
 def test_values_of_an_input(changes):
     try:
@@ -108,7 +108,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("mutations")
 
 
-@many
+@many(INPUTS // 2)
 @given(places=flips, end=cut, suffix=st.sampled_from([".json", ".yaml"]))
 def test_bytes_of_an_input(folder, places, end, suffix):
     path = folder / f"input{suffix}"
@@ -140,7 +140,7 @@ def spoil(system: Path, how) -> None:
         np.save(path, np.full(shape, number).astype(kind))
 
 
-@many
+@many(DATA)
 @given(st.one_of(strange, broken))
 def test_data(folder, how):
     system = folder / "system"
@@ -181,7 +181,7 @@ def files(folder) -> dict[str, bytes]:
     return {p.suffix: p.read_bytes() for p in folder.glob("model*") if p.is_file()}
 
 
-@many
+@many(FILES // 2)
 @given(places=flips, end=cut, suffix=st.sampled_from([".dp", ".yaml", ".safetensors", ".pt"]))
 def test_bytes_of_a_model(folder, files, places, end, suffix):
     path = folder / f"broken{suffix}"
@@ -199,7 +199,7 @@ def leaves(tree, above=()):
             yield from leaves(tree[key], (*above, key))
 
 
-@many
+@many(FILES // 2)
 @given(st.data())
 def test_leaves_of_a_model(folder, files, data):
     """The tree of a .dp file with an entry of the wrong kind."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from run import ROOT, Run
+from run import FULL, ROOT, Run
 
 from allforce.files import checkpoint
 
@@ -48,8 +48,8 @@ def whole(tmp_path_factory):
     [
         ("serial", 1, signal.SIGTERM, 143),
         ("workers", 2, signal.SIGINT, 130),
-        ("workers", 2, signal.SIGUSR1, 138),
-    ],
+    ]
+    + [("workers", 2, signal.SIGUSR1, 138)] * FULL,
 )
 def test_a_signal_saves_and_the_restart_ends_as_if_nothing_had_happened(tmp_path, whole, launcher, ranks, number, code):
     with Run(tmp_path, launcher, ranks, **STEPS) as run:
@@ -72,8 +72,24 @@ def test_a_signal_to_one_rank_ends_all(tmp_path):
     assert code == 143 and "stopped by SIGTERM at step" in text, text
 
 
+@pytest.mark.parametrize("launcher", ["hydra", "openmpi"] if FULL else ["hydra"])
+def test_ctrl_c_under_mpirun(tmp_path, launcher):
+    """mpirun passes it on, or ends the workers its own way; they print no traceback."""
+    import conftest  # that of tests/parallel
+
+    if reason := conftest.missing(launcher):
+        pytest.skip(reason)
+    with Run(tmp_path, launcher, 2, **NEVER) as run:
+        run.wait_for("Batch      50")
+        run.process.send_signal(signal.SIGINT)
+        code, text = run.wait()
+    assert code != 0 and "Traceback" not in text, text
+    if launcher == "hydra":  # Open MPI's mpirun kills them
+        assert "stopped by SIGINT at step" in text and checkpoint.numbered(tmp_path / "model.ckpt"), text
+
+
 def test_the_time_limit(tmp_path):
-    with Run(tmp_path, "serial", 1, "--max-wall-time", "0:30", **NEVER) as run:
+    with Run(tmp_path, "serial", 1, "--max-wall-time", "0:15", **NEVER) as run:
         code, text = run.wait()
     assert code == 0 and "stopped by the time limit at step" in text, text
     assert checkpoint.numbered(tmp_path / "model.ckpt")
@@ -81,8 +97,8 @@ def test_the_time_limit(tmp_path):
 
 @pytest.mark.parametrize("launcher, ranks", [("serial", 1), ("workers", 2)])
 def test_killed_at_any_moment_and_restarted(tmp_path, whole, launcher, ranks):
-    """Three kills of the whole run, then to the end: byte for byte the run that nobody disturbed."""
-    for after, args in ((60, ()), (170, ("--restart", "auto")), (330, ("--restart", "auto"))):
+    """Two kills of the whole run, then to the end: byte for byte the run that nobody disturbed."""
+    for after, args in ((60, ()), (230, ("--restart", "auto"))):
         with Run(tmp_path, launcher, ranks, *args, data=not args, **STEPS) as run:
             run.wait_for(f"Batch {after:7d}")
             run.process.kill()

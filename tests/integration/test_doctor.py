@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from tiny import ROOT, dp, write_data, write_input
 
+from allforce.cli import main
 from allforce.data.dataset import DataSet
 from allforce.data.discover import open_systems
 from allforce.train.datasets import fingerprint
@@ -91,7 +92,6 @@ def test_a_dry_run_tells_much_and_writes_nothing(tmp_path):
     assert files(tmp_path) == before
 
 
-def test_a_world_size_without_a_dry_run(tmp_path):
-    write_input(tmp_path)
-    done = dp(tmp_path, "train", "input.json", "--world-size", "4")
-    assert done.returncode == 2 and "--world-size belongs to --dry-run" in done.stderr
+def test_a_world_size_without_a_dry_run(capsys):
+    assert main(["train", "input.json", "--world-size", "4"]) == 2
+    assert "--world-size belongs to --dry-run" in capsys.readouterr().err

@@ -54,6 +54,48 @@ def test_loopback_alone(request, launcher, engine, also):
     assert ours and all(is_loopback(s.ip) for s in ours), seen
 
 
+def of_workers(process: subprocess.Popen, name: str) -> set[listeners.Listener]:
+    """Listeners of all processes that run a program, wherever the launcher started them, until it ends."""
+    seen, mine = set(), os.getpid()
+    for found in listeners.watch(process):
+        seen |= found
+        for other in psutil.process_iter(["cmdline"]):
+            if name in (other.info["cmdline"] or ()) and other.pid != mine:
+                seen |= listeners.look(other.pid)
+    return {s for s in seen if name in s.command.split() and not any(w in s.command for w in ("mpirun", "srun"))}
+
+
+BARE = """
+import time
+from mpi4py import MPI
+MPI.COMM_WORLD.Barrier()
+time.sleep(1)
+MPI.COMM_WORLD.Barrier()
+"""
+
+
+@pytest.mark.parametrize("launcher", ["slurm", "hydra", "openmpi"])
+def test_srun_and_mpi(request, tmp_path, launcher):
+    """Under srun workers listen on the loopback alone. Under mpirun no more listeners are reached from outside than a
+    program of MPI has that does nothing."""
+    if reason := missing(launcher):
+        pytest.skip(reason)
+    with start(launcher, SUITE, request=request) as process:
+        ours = {s for s in of_workers(process, str(SUITE)) if not is_loopback(s.ip)}
+        output = process.stdout.read()
+    assert process.returncode == 0, output
+    if launcher == "slurm":
+        assert not ours, ours
+        return
+    program = tmp_path / "bare.py"
+    program.write_text(BARE)
+    with start(launcher, program, request=request) as process:
+        bare = {s for s in of_workers(process, str(program)) if not is_loopback(s.ip)}
+        output = process.stdout.read()
+    assert process.returncode == 0, output
+    assert len(ours) <= len(bare), (ours, bare)
+
+
 PROGRAM = """
 import os, time, torch
 from allforce.distributed.connect import connect

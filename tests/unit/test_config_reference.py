@@ -62,7 +62,11 @@ def test_json_schema() -> None:
     assert training["properties"]["enable_tf32"] == {"enum": [False]}
     assert training["patternProperties"] == {"^_": {}} and training["additionalProperties"] is False
     assert schema["$defs"]["SeE2AConfig"]["properties"]["type"]["enum"] == ["se_e2_a", "se_a"]
-    assert schema["$defs"]["SeE2AConfig"]["properties"]["neuron"]["items"] == {"minimum": 1, "type": "integer"}
+    assert schema["$defs"]["SeE2AConfig"]["properties"]["neuron"]["items"] == {
+        "minimum": 1,
+        "maximum": 16384,
+        "type": "integer",
+    }
 
 
 def test_json_schema_has_only_words_of_json_schema() -> None:
