@@ -6,10 +6,11 @@
 U = X (XᵀX)^(-1/2). The long side of X is met twice only: in the Gram matrix R = XᵀX (of the short side) and in X times
 R^(-1/2). Between the two an iteration on the short side:
 
-    P = b R + c R²     Q ← Q (a + P)     R ← (a + P) R (a + P)         so that Q R₀ Q → 1
+    Z = a + b R + R² (c + d R + e R²)     Q ← Q Z     R ← Z R Z         so that Q R₀ Q → 1
 
-with a, b, c of step k chosen so that the largest deviation of a singular value from 1 is smallest over the interval in
-which the step before leaves them (`COEFFICIENTS`). Singular values above FLOOR of the largest end within SPREAD of 1,
+with a … e of step k chosen so that the largest deviation of a singular value from 1 is smallest over the interval in
+which the step before leaves them (`COEFFICIENTS`). A polynomial of this degree needs two products, and gains the most
+for each product. Singular values above FLOOR of the largest end within SPREAD of 1,
 smaller ones are raised in proportion. All of it in float32 whatever the model's precision, for it is a direction: the
 Gram matrix has rounding errors of 1e-7 of its largest eigenvalue, small beside FLOOR².
 
@@ -22,7 +23,7 @@ With `zero_stage: 1` every worker keeps and updates its share of the matrices, a
 from __future__ import annotations
 
 from collections import defaultdict
-from math import prod, sqrt
+from math import comb, prod, sqrt
 from typing import Any, Literal
 
 import torch
@@ -33,12 +34,11 @@ from allforce.distributed.comm import Comm
 from allforce.optim.optimizer import TYPE_HELP, Optimizer, Parameters
 
 EPSILON = 1e-8  # of Adam
-FLOOR, SPREAD = 0.003, 0.2
+FLOOR, SPREAD = 0.003, 0.125
 COEFFICIENTS = (
-    (8.3837, -24.7659, 18.3571),
-    (4.0434, -3.0114, 0.5695),
-    (3.5056, -2.6267, 0.5257),
-    (2.4901, -1.8343, 0.4368),
+    (14.801, -144.4623, 480.273, -617.047, 268.3909),
+    (6.4131, -15.3634, 13.1022, -4.3609, 0.4933),
+    (3.6141, -6.8968, 6.2389, -2.3995, 0.3253),
 )
 SMALLEST = 1e-36  # a Gram matrix below counts as zero
 ROUNDING = 1.001  # the bound of the largest eigenvalue is met by a matrix of rank 1: a little above it
@@ -83,21 +83,29 @@ class Matrices:
         self._gradients = [gradients[n].view(-1, *shape) for n in names]
         self._values = [values[n].view(-1, *shape) for n in names]
         self._counts = counts
+        self._matrices = [matrix for value in self._values for matrix in value]
+        self._in_place = self._values[0].dtype == torch.float32 and 2 * prod(shape) * min(shape) >= LARGE
 
     def gram(self, beta: float) -> Tensor:
         """Take the gradient into the momentum; Gram matrices of its short side, (k, s, s)."""
         torch._foreach_copy_(self._places, self._gradients)
-        self.used = self.ahead.flatten(1).any(1).view(-1, 1, 1).float()  # (k, 1, 1)
+        length = torch.linalg.vector_norm(self.ahead.flatten(1), dim=1)  # the fastest look at all entries
+        self.used = (length != 0).view(-1, 1, 1).float()  # (k, 1, 1)
         self.momentum.lerp_(self.ahead, (1 - beta) * self.used)
         X = self.ahead.lerp_(self.momentum, beta)
         return product(X.mT, X) if self.tall else product(X, X.mT)
 
     def move(self, root: Tensor, rate: float, weight_decay: float) -> None:
-        """Along U = X R^(-1/2)."""
-        root = root * (self.scale * self.used)
-        U = product(self.ahead, root) if self.tall else product(root, self.ahead)  # (k, m, n)
+        """Along U = X R^(-1/2); large matrices of the same precision take the product where they lie."""
+        root, X = root * (self.scale * self.used), self.ahead
+        left, right = (X, root) if self.tall else (root, X)
+        if self._in_place:
+            for value, a, b in zip(self._matrices, left, right, strict=True):
+                value.addmm_(a, b, beta=1 - rate * weight_decay, alpha=-rate)
+            return
         if weight_decay:
             torch._foreach_mul_(self._values, 1 - rate * weight_decay)
+        U = product(left, right)  # (k, m, n)
         torch._foreach_add_(self._values, list(U.split(self._counts)), alpha=-rate)
 
 
@@ -208,10 +216,10 @@ def matrix_shape(value: Tensor, mode: str) -> tuple[int, int] | None:
 
 
 def cost(value: Tensor, shape: tuple[int, int] | None) -> int:
-    """Multiplications of an update: two products with the long side, 4 a step of the iteration without the ends."""
+    """Multiplications of an update: two products with the long side, 5 a step of the iteration without the ends."""
     assert shape is not None
     short, long = sorted(shape)
-    return value.numel() // (short * long) * short * short * (2 * long + (4 * len(COEFFICIENTS) - 3) * short)
+    return value.numel() // (short * long) * short * short * (2 * long + (5 * len(COEFFICIENTS) - 3) * short)
 
 
 def deal(costs: dict[str, int], workers: int) -> dict[str, int]:
@@ -256,14 +264,29 @@ def inverse_root(R: Tensor) -> Tensor:
     R = R / size
     square = torch.bmm(R, R)
     bound = torch.linalg.matrix_norm(square, keepdim=True).sqrt_().clamp_(min=1e-3).mul_(ROUNDING)
-    R = R / bound
-    (a, b, c), *rest = COEFFICIENTS
-    P = (b * R).add_(square * (c / bound**2))
-    Q = P.clone()
-    Q.diagonal(dim1=-2, dim2=-1).add_(a)
-    for next_a, b, c in rest:
-        RZ = torch.baddbmm(R, R, P, beta=a)
-        R = torch.baddbmm(RZ, RZ, P, beta=a)
-        P = torch.baddbmm(R, R, R, beta=b, alpha=c)
-        Q, a = torch.baddbmm(Q, Q, P, beta=next_a), next_a
+    R, square = R / bound, square / bound**2
+    half = plus_diagonal(R.clone(), -0.5)  # powers of R - 1/2: those of R would cancel each other, and digits with them
+    Z = Q = polynomial(half, plus_diagonal(square - R, 0.25), *about(0.5, COEFFICIENTS[0]))
+    for coefficients in COEFFICIENTS[1:]:
+        R = torch.bmm(torch.bmm(R, Z), Z)
+        Z = polynomial(R, torch.bmm(R, R), *coefficients)
+        Q = torch.bmm(Q, Z)
     return Q / (size * bound).sqrt()
+
+
+def polynomial(R: Tensor, square: Tensor, a: float, b: float, c: float, d: float, e: float) -> Tensor:
+    """a + b R + R² (c + d R + e R²)."""
+    inner = plus_diagonal((e * square).add_(R, alpha=d), c)
+    return plus_diagonal(torch.bmm(square, inner).add_(R, alpha=b), a)
+
+
+def about(x: float, coefficients: tuple[float, ...]) -> list[float]:
+    """The coefficients of the same polynomial in powers of R - x."""
+    n = len(coefficients)
+    return [sum(comb(j, k) * coefficients[j] * x ** (j - k) for j in range(k, n)) for k in range(n)]
+
+
+def plus_diagonal(M: Tensor, number: float) -> Tensor:
+    """M + number·1 of a stack (k, s, s), in place."""
+    M.diagonal(dim1=-2, dim2=-1).add_(number)
+    return M

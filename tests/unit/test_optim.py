@@ -76,8 +76,8 @@ def spectrum(*shape, small=1e-3, seed=0):
 
 def pushed(s):
     """What the iteration makes of singular values between 0 and 1."""
-    for a, b, c in muon.COEFFICIENTS:
-        s = a * s + b * s**3 + c * s**5
+    for coefficients in muon.COEFFICIENTS:
+        s = sum(c * s ** (2 * k + 1) for k, c in enumerate(coefficients))
     return s
 
 
