@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from numba import njit
 from vesin import NeighborList
 
 from allforce.errors import UserError
@@ -55,6 +56,27 @@ def neighbor_list(
     except RuntimeError as error:  # numbers that are not finite
         raise UserError(f"{where}: no neighbours can be found: {error}") from None
     return pairs[:, 0].astype(np.int32), pairs[:, 1].astype(np.int32), r if r.flags.owndata else r.copy()
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def pairs_within(coord, cell, i, j, shift, rcut):
+    """Of a longer list (i, j (E,), shift (E, 3) in cells): i, j, r of the pairs within rcut, and the smallest distance.
+
+    One pass over the list, for every step of a simulation.
+    """
+    kept_i, kept_j, kept_r = np.empty(len(i), np.int64), np.empty(len(i), np.int64), np.empty((len(i), 3))
+    n, nearest = 0, np.inf
+    for e in range(len(i)):
+        a, b, sx, sy, sz = i[e], j[e], shift[e, 0], shift[e, 1], shift[e, 2]
+        x = coord[b, 0] - coord[a, 0] + (sx * cell[0, 0] + sy * cell[1, 0] + sz * cell[2, 0])
+        y = coord[b, 1] - coord[a, 1] + (sx * cell[0, 1] + sy * cell[1, 1] + sz * cell[2, 1])
+        z = coord[b, 2] - coord[a, 2] + (sx * cell[0, 2] + sy * cell[1, 2] + sz * cell[2, 2])
+        square = x * x + y * y + z * z
+        kept_i[n], kept_j[n] = a, b  # overwritten by the next pair unless n goes on
+        kept_r[n, 0], kept_r[n, 1], kept_r[n, 2] = x, y, z
+        n += square <= rcut * rcut
+        nearest = min(nearest, square)
+    return kept_i[:n], kept_j[:n], kept_r[:n], np.sqrt(nearest)
 
 
 def check_size(coord: np.ndarray, box: np.ndarray | None, rcut: float, where: str) -> None:

@@ -31,7 +31,7 @@ make_one() { # name, path of an existing environment or "", packages...
 for name in "${@:-tf pt}"; do
     for each in $name; do
         case $each in
-            tf) make_one tf "${ALLFORCE_PEER_TF:-}" "deepmd-kit==$version" tensorflow-cpu ase ;;
+            tf) make_one tf "${ALLFORCE_PEER_TF:-}" "deepmd-kit[lmp]==$version" tensorflow-cpu ase ;;
             pt) make_one pt "${ALLFORCE_PEER_PT:-}" "deepmd-kit[torch]==$version" mpich torch==2.11.0 ase ;;
             *) echo "usage: scripts/make_peers.sh [tf] [pt]" >&2; exit 2 ;;
         esac

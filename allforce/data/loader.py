@@ -163,6 +163,11 @@ def collate(
     if others is not None:
         begin = np.cumsum([len(centers)] + [len(t) for t in others])
         places = [np.append(p, b + np.arange(len(t))) for p, b, t in zip(places, begin, others, strict=False)]
+    if len(parts) == 1 and others is None:  # every atom and edge is in its place
+        i, j = parts[0][1][:2]
+    else:
+        i = np.repeat(np.arange(len(count)), count)
+        j = join([p[e[1]] for p, (_, e) in zip(places, parts, strict=True)], firsts)
     return Batch(
         type=_int(centers),
         frame=_int(join([np.full(len(f.type), k) for k, f in enumerate(frames)])),
@@ -172,8 +177,8 @@ def collate(
         coord=_float(join([f.coord for f in frames])),
         cell=_float(np.stack([np.zeros((3, 3)) if f.cell is None else f.cell for f in frames])) if periodic else None,
         edges=Edges(
-            i=_int(np.repeat(np.arange(len(count)), count)),
-            j=_int(join([p[e[1]] for p, (_, e) in zip(places, parts, strict=True)], firsts)),
+            i=_int(i),
+            j=_int(j),
             r=_float(join([e[2] for _, e in parts], firsts)),
             first=_int(np.concatenate([[0], np.cumsum(count)])),
             type=_int(types),

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import torch
 from allforce.data.batch import Batch, Frame
 from allforce.data.loader import collate
 from allforce.data.prepare import Preparation
+from allforce.distributed.devices import keep_freed_memory
 from allforce.errors import UserError
 from allforce.files.model_file import load_model
+from allforce.infer.threads import divided, predict, together
 from allforce.models import Model
 from allforce.models.model import per_atom
 from allforce.models.table import TableConfig
@@ -44,6 +47,7 @@ class Evaluator:
         if table not in ("table", "exact"):
             raise UserError(f"{type(self).__name__}: table is {table!r}; expected 'table' or 'exact'.")
         self.model.requires_grad_(False)  # nobody reads gradients with respect to parameters here
+        keep_freed_memory()
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.model.to(self.device)
         self.needs = self.model.needs
@@ -82,16 +86,22 @@ class Evaluator:
     # ---- frames in, results out
 
     def evaluate(self, frames: Iterable[Frame], wanted: Collection[str]) -> Iterator[Result]:
-        """A Result for each frame; frames are read and evaluated in batches of at most max_atoms atoms."""
-        for group in self._groups(frames):
-            prepared = [self.preparation(frame, frame.name) for frame in group]
-            batch = collate([f for f, _ in prepared], [pairs for _, pairs in prepared], self.get_ntypes())
-            yield from self.results(batch.to(self.device), group, wanted)
+        """A Result for each frame; frames are read and evaluated in batches of about max_atoms atoms, one on each core
+        at a time; a frame alone is cut (threads.py)."""
+        batches = torch.get_num_threads() if self.device.type == "cpu" else 1
+        for group in self._groups(frames, batches * self.max_atoms):
+            chunks = divided(group, [len(frame.type) for frame in group], batches)
+            for results in together([partial(self._evaluated, chunk, wanted) for chunk in chunks]):
+                yield from results
+
+    def _evaluated(self, frames: list[Frame], wanted: Collection[str]) -> list[Result]:
+        prepared = [self.preparation(frame, frame.name) for frame in frames]
+        batch = collate([f for f, _ in prepared], [pairs for _, pairs in prepared], self.get_ntypes())
+        return list(self.results(batch.to(self.device), frames, wanted))
 
     def results(self, batch: Batch, frames: Sequence[Frame], wanted: Collection[str]) -> Iterator[Result]:
         """The Results of frames that are in a batch already; virtual atoms have zeros."""
-        with torch.no_grad():
-            prediction = self.model(batch, wanted)
+        prediction = predict(self.model, batch, wanted)
         columns = {
             name: _to_frames(value, batch, frames) if per_atom(name) else list(value.cpu().numpy())
             for name, value in prediction.items()
@@ -100,12 +110,12 @@ class Evaluator:
         for k in range(len(frames)):
             yield {name: values[k] for name, values in columns.items()}
 
-    def _groups(self, frames: Iterable[Frame]) -> Iterator[list[Frame]]:
-        """Consecutive frames of at most max_atoms atoms together, at least one."""
+    def _groups(self, frames: Iterable[Frame], most: int) -> Iterator[list[Frame]]:
+        """Consecutive frames of at most `most` atoms together, at least one."""
         group: list[Frame] = []
         atoms = 0
         for frame in frames:
-            if group and atoms + len(frame.type) > self.max_atoms:
+            if group and atoms + len(frame.type) > most:
                 yield group
                 group, atoms = [], 0
             group.append(self.checked(frame))

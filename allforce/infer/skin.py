@@ -13,7 +13,7 @@ from ase.geometry import complete_cell
 from allforce.data.batch import Batch, Frame
 from allforce.data.loader import collate
 from allforce.infer.evaluate import Evaluator
-from allforce.neighbors import TOUCHING, check_distances, neighbor_list
+from allforce.neighbors import TOUCHING, check_distances, neighbor_list, pairs_within
 
 PERIODIC = np.array([True, True, True])
 
@@ -54,14 +54,11 @@ class SkinList:
         if stretch * self.reach - 2 * farthest < self.rcut:
             return None
         coord = self.frame.coord @ F + moved
-        r = coord[self.j] - coord[self.i]
-        if frame.cell is not None:
-            r += self.shift @ frame.cell
-        square = np.einsum("ea,ea->e", r, r)
-        if square.min(initial=np.inf) < TOUCHING**2:
-            check_distances(self.i, self.j, r, "the structure", frame.order)
-        keep = np.flatnonzero(square <= self.rcut**2)
-        return self.i[keep], self.j[keep], r[keep]
+        cell = np.zeros((3, 3)) if frame.cell is None else np.ascontiguousarray(frame.cell)
+        i, j, r, nearest = pairs_within(coord, cell, self.i, self.j, self.shift, self.rcut)
+        if nearest < TOUCHING:
+            check_distances(i, j, r, "the structure", frame.order)
+        return i, j, r
 
 
 class Steps:
