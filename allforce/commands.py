@@ -62,8 +62,13 @@ def report(args: Namespace) -> None:
 
 
 def test(args: Namespace) -> None:
+    from allforce import logs
     from allforce.infer.test import run_test
+    from allforce.infer.workers import all_workers
 
+    workers = all_workers()
+    if workers.size > 1:
+        logs.setup(args.log_level, args.log_path, comm=workers.comm)
     data = {
         "system": args.system,
         "datafile": args.datafile,
@@ -71,7 +76,8 @@ def test(args: Namespace) -> None:
         "valid_data": args.valid_data,
     }
     frames = {"numb_test": args.numb_test, "rand_seed": args.rand_seed, "shuffle_test": args.shuffle_test}
-    run_test(args.model, **data, **frames, detail_file=args.detail_file, atomic=args.atomic)
+    with workers.ending_together():
+        run_test(args.model, **data, **frames, detail_file=args.detail_file, atomic=args.atomic)
 
 
 def freeze(args: Namespace) -> None:

@@ -287,9 +287,10 @@ class Training(Section):
         "PiNN without parallel).",
         own=True,
     )
-    spatial_workers: Positive = key(
+    spatial_workers: Positive | Literal["auto"] = key(
         1,
-        "Workers that split every frame among them by blocks of space; the number of workers is a multiple of it.",
+        "Workers that split every frame among them by blocks of space; the number of workers is a multiple of it. "
+        "auto: as few as memory and the number of micro-batches allow.",
         own=True,
     )
     cache_memory: float | None = key(
@@ -327,7 +328,7 @@ class Training(Section):
             yield "numb_steps", "or numb_epoch is required"
         if self.numb_steps is not None and self.numb_epoch is not None:
             yield "numb_epoch", "and numb_steps exclude each other; give one of them"
-        if self.sharding == "partition" and self.spatial_workers > 1:
+        if self.sharding == "partition" and self.spatial_workers != 1:
             yield "spatial_workers", 'goes with sharding "global" or "replicate" only'
 
 

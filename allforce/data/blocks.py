@@ -28,6 +28,9 @@ class Part:
     own: np.ndarray | None = None  # (c,) bool: centres of the block itself; None: all of them
 
 
+NOTHING = Part(np.arange(0), 0, (np.empty(0, np.int32), np.empty(0, np.int32), np.empty((0, 3))))  # of a frame
+
+
 class Space:
     """Coordinates along the cell's vectors, wrapped into the cell; along x, y, z where there is no cell."""
 
@@ -110,14 +113,13 @@ def pairs_of_block(
     depth: how many edges away an atom has an influence. With 1 the centres are the block's own atoms. Beyond, they are
     also all others within (depth − 1)·rcut, each in one image, and the atoms around them as centres without edges.
     """
-    none = np.empty(0, np.int32), np.empty(0, np.int32), np.empty((0, 3))
     if len(coord) == 0:
-        return np.arange(0), np.arange(0), none
+        return np.arange(0), np.arange(0), NOTHING.pairs
     check_size(coord, cell, rcut, where)
     space = Space(coord, cell)
     own, axes = block(space, rcut, part, parts)
     if len(own) == 0:
-        return own, own, none
+        return own, own, NOTHING.pairs
     others, shifts = halo(space, own, axes, depth * rcut)
     atoms = np.concatenate([own, others])
     shifts = np.concatenate([np.zeros((len(own), 3), dtype=np.int64), shifts])

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from allforce.data.batch import LABELS, Batch, Edges, Frame
-from allforce.data.blocks import Part
+from allforce.data.blocks import NOTHING, Part
 from allforce.data.cache import Cache
 from allforce.data.dataset import DataSet
 from allforce.data.prepare import Needs, Preparation
@@ -195,8 +195,7 @@ def collate(
 
 def collate_parts(frames: list[Frame], parts: list[Part], ntypes: int, name: str = "") -> Batch:
     """Frames side by side without edges, their labels as usual, and in `part` what this worker computes of them."""
-    none = np.empty(0, np.int32), np.empty(0, np.int32), np.empty((0, 3))
-    whole = collate(frames, [none] * len(frames), ntypes, name)
+    whole = collate(frames, [NOTHING.pairs] * len(frames), ntypes, name)
     centers = [_only(f, p.atoms[: p.centers]) for f, p in zip(frames, parts, strict=True)]
     others = [p.atoms[p.centers :] for p in parts]
     types = [f.type[o] for f, o in zip(frames, others, strict=True)]

@@ -93,6 +93,11 @@ def _here() -> Team:
     return _team
 
 
+def fail(error: BaseException) -> None:
+    """End all workers as an exception that nobody caught would."""
+    _give_up(type(error), error, error.__traceback__)
+
+
 def _give_up(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """An exception nobody caught: say it, and end all workers, which would wait for this one."""
     team = _team
@@ -105,6 +110,11 @@ def _give_up(kind: type[BaseException], error: BaseException, trace: Any) -> Non
         if team.comm.rank > 0:
             time.sleep(1.0)  # mostly all have the same complaint: let the first end the job
         team.comm.abort(2 if issubclass(kind, UserError) else 1)
+
+
+def connection() -> Comm:
+    """What carries everything below, for parts that bring collectives of their own."""
+    return _here().comm
 
 
 def rank() -> int:

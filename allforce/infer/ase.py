@@ -8,7 +8,9 @@ Between steps of a simulation the neighbour list is kept as long as it serves (s
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,18 @@ from ase.calculators.calculator import Calculator, all_changes
 from allforce.data.batch import Frame
 from allforce.errors import UserError
 from allforce.files.model_file import load_model
+from allforce.infer import ase_world
 from allforce.infer.committee import check_alike, deviation_of
 from allforce.infer.evaluate import AnyModel, Evaluator
 from allforce.infer.predict import DeepPot
 from allforce.infer.skin import Steps
+from allforce.infer.workers import ALONE, EQUAL
 from allforce.models import Model
 
+log = logging.getLogger("deepmd.infer")
+
+WANTED = ("energy", "forces", "atomic energy", "dipole", "charges", "virial")
+FAR = 1.0  # Å: so far an atom may be from where rank 0 has it, but in the first structure
 VOIGT = [0, 4, 8, 5, 2, 1]  # xx yy zz yz xz xy of a row-major 3 × 3
 
 
@@ -34,6 +42,9 @@ class DP(Calculator):
 
     type_dict: element -> type index, where the model's type_map does not hold chemical symbols. Frame and atomic
     parameters are taken from atoms.info["fparam"] and atoms.info["aparam"] (or atoms.arrays["aparam"]).
+
+    Under a launcher (mpirun -np 4 python md.py) all workers run the script and compute each structure together, which
+    is rank 0's. ASE knows of them, so that its files are written once. With parallel=False each works on its own.
 
     A list of models is a committee: the first gives all of the above, and results["force_devi"] (n,) is the deviation
     of the forces over the models, all on one neighbour list (committee.py).
@@ -49,12 +60,16 @@ class DP(Calculator):
         type_dict: Mapping[str, int] | None = None,
         skin: float = 1.0,
         table: str = "table",
+        parallel: bool = True,
         **kwargs: Any,
     ):
         super().__init__(label=label, **kwargs)
         models: Sequence[Any] = model if isinstance(model, list | tuple) else [model]
-        self.members = [m if isinstance(m, Evaluator) else evaluator_of(m, table) for m in models]
+        self.members = [m if isinstance(m, Evaluator) else evaluator_of(m, table, parallel) for m in models]
         self.dp = self.members[0]
+        self.workers = self.dp.workers
+        if self.workers is ALONE:  # by parallel=False, or without a launcher
+            ase_world.give_back()
         check_alike(self.members)
         outputs = self.dp.model.outputs
         energy = type(self).implemented_properties if "energy" in outputs else []
@@ -63,19 +78,23 @@ class DP(Calculator):
             self.implemented_properties.append("force_devi")
         names = self.dp.get_type_map()
         self.type_dict = dict(type_dict) if type_dict else {name: t for t, name in enumerate(names)}
-        self.steps = Steps(self.dp, skin)
+        self.wanted = [name for name in WANTED if name in outputs]
+        self.steps = Steps(self.dp, skin, self.wanted)
+        self._far: float | None = None  # Å, how far an atom was from where rank 0 had it, at most
         self._virial = False  # asked for once, it is computed with everything else from then on
 
     def calculate(
         self, atoms: Atoms | None = None, properties: Any = ("energy",), system_changes: Any = all_changes
     ) -> None:
+        if self.workers.size > 1 and atoms is not None:
+            self.workers.attempt(partial(self._follow, atoms))
         super().calculate(atoms, properties, system_changes)
         atoms = self.atoms
         frame = self._frame(atoms)
         batch = self.steps.batch(frame, atoms.pbc)
         self._virial = self._virial or "stress" in properties or "virial" in properties
-        wanted = ["energy", "forces", "atomic energy", "dipole", "charges", *(["virial"] if self._virial else [])]
-        (result,) = self.dp.results(batch, [frame], [name for name in wanted if name in self.dp.model.outputs])
+        wanted = [name for name in self.wanted if name != "virial" or self._virial]
+        (result,) = self.dp.results(batch, [frame], wanted)
         self.results = {name: result[name] for name in ("forces", "dipole", "charges") if name in result}
         if "energy" in result:
             energy = float(result["energy"])
@@ -86,6 +105,23 @@ class DP(Calculator):
             virial = self.results["virial"] = result["virial"].reshape(3, 3)
             if atoms.pbc.any() and atoms.cell.rank == 3:
                 self.results["stress"] = -0.5 * (virial + virial.T).ravel()[VOIGT] / atoms.get_volume()
+
+    def _follow(self, atoms: Atoms) -> None:
+        """Give the atoms of every worker the positions, the cell and the momenta of rank 0's: there is one trajectory,
+        even where workers draw random numbers of their own. The first structure must be the same everywhere."""
+        mine = [atoms.positions, atoms.cell.array, atoms.get_momenta()]
+        first = self.workers.of_rank_0(mine, (atoms.numbers.tolist(), atoms.pbc.tolist()))
+        apart = self.workers.check_apart(mine[:2], first[:2], EQUAL if self._far is None else FAR)
+        if apart > EQUAL and self._far == 0.0:
+            log.warning(
+                "rank %d: atoms were up to %.2g Å from where rank 0 has them and are put there, from now on without a "
+                "word: %d workers compute one structure. With DP(…, parallel=False) every worker computes its own",
+                self.workers.rank, apart, self.workers.size,
+            )  # fmt: skip
+        self._far = max(self._far or 0.0, apart if apart > EQUAL else 0.0)
+        atoms.positions[:], atoms.cell.array[:] = first[:2]
+        if atoms.has("momenta"):
+            atoms.arrays["momenta"][:] = first[2]
 
     def _frame(self, atoms: Atoms) -> Frame:
         symbols = atoms.get_chemical_symbols()
@@ -109,6 +145,9 @@ class DP(Calculator):
         return self.dp.checked(frame)
 
 
-def evaluator_of(model: str | Path | Model, table: str) -> Evaluator:
+def evaluator_of(model: str | Path | Model, table: str, parallel: bool = True) -> Evaluator:
     model = model if isinstance(model, Model) else load_model(model)
-    return DeepPot(model, table) if "energy" in model.outputs else AnyModel(model, table)
+    return (DeepPot if "energy" in model.outputs else AnyModel)(model, table, parallel=parallel)
+
+
+ase_world.take()

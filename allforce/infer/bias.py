@@ -61,7 +61,7 @@ def fit_bias(model: Model, systems: list[System], numb_batch: int = 0, mode: str
     for one in systems:
         if "energy" not in one.label_names:
             raise UserError(f"{one.name}: has no energy labels, which change-bias needs.")
-    device = Evaluator(model).device  # ready to be evaluated
+    device = Evaluator(model, parallel=False).device  # ready to be evaluated
     dataset = DataSet(systems, "auto")
     loader = Loader(dataset, Sampler(dataset, 0), model.needs, device)
     return model.change_bias(Sample(loader, numb_batch or max(s.nframes for s in systems), SerialComm()), mode)

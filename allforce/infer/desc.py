@@ -27,7 +27,7 @@ def eval_desc(
     model: str, system: str | None = None, datafile: str | None = None, output: str = "desc", dtype: str = "native"
 ) -> None:
     """Write OUTPUT/<name of the system>.npy, atoms in the order of the data; native: the precision of the model."""
-    dp = DescriptorOf(model)
+    dp = DescriptorOf(model, parallel=False)
     systems = select_systems(dp.get_type_map(), system, datafile)
     native = np.float32 if dp.precision == "float32" else np.float64
     folder = Path(output)

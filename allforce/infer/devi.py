@@ -39,7 +39,7 @@ def model_devi(
     """Append one block for each system to the output: a row for each frame, step = frame number × frequency."""
     if len(models) < 2 and not real_error:
         raise UserError(f"model-devi needs at least two models, found {len(models)}. Give them after -m.")
-    potentials = [DeepPot(model) for model in models]
+    potentials = [DeepPot(model, parallel=False) for model in models]
     type_map = potentials[0].get_type_map()
     for name, other in zip(models, potentials, strict=True):
         if other.get_type_map() != type_map:

@@ -14,12 +14,14 @@ import numpy as np
 import torch
 
 from allforce.data.batch import Batch, Frame
-from allforce.data.loader import collate
+from allforce.data.blocks import NOTHING
+from allforce.data.loader import collate, collate_parts
 from allforce.data.prepare import Preparation
 from allforce.distributed.devices import keep_freed_memory
 from allforce.errors import UserError
 from allforce.files.model_file import load_model
-from allforce.infer.threads import divided, predict, together
+from allforce.infer.threads import divided, together
+from allforce.infer.workers import ALONE, all_workers, divisible
 from allforce.models import Model
 from allforce.models.model import per_atom
 from allforce.models.table import TableConfig
@@ -35,11 +37,20 @@ class Evaluator:
 
     table: evaluate embedding nets through their spline table ("table", fast) or for every neighbour ("exact").
     The two differ by less than 1e-9 of the nets' range in float64.
+    parallel: together with all workers that a launcher started, if one did (workers.py). All of them construct it, and
+    call it, alike, with the same frames, and have the same results; with False everybody is alone.
     """
 
     kind: str | None = "energy"  # the output that a model must have to be used by this class; None: any
 
-    def __init__(self, model: str | Path | Model, table: str = "table", device: str | torch.device | None = None):
+    def __init__(
+        self,
+        model: str | Path | Model,
+        table: str = "table",
+        device: str | torch.device | None = None,
+        parallel: bool = True,
+    ):
+        self.workers = all_workers() if parallel else ALONE
         self.model = model if isinstance(model, Model) else load_model(model)
         if self.kind is not None and self.kind not in self.model.outputs:
             found = ", ".join(self.model.outputs)
@@ -48,7 +59,8 @@ class Evaluator:
             raise UserError(f"{type(self).__name__}: table is {table!r}; expected 'table' or 'exact'.")
         self.model.requires_grad_(False)  # nobody reads gradients with respect to parameters here
         keep_freed_memory()
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        own = self.workers.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = torch.device(device or own)
         self.model.to(self.device)
         self.needs = self.model.needs
         self.preparation = Preparation(self.needs)
@@ -88,6 +100,9 @@ class Evaluator:
     def evaluate(self, frames: Iterable[Frame], wanted: Collection[str]) -> Iterator[Result]:
         """A Result for each frame; frames are read and evaluated in batches of about max_atoms atoms, one on each core
         at a time; a frame alone is cut (threads.py)."""
+        if self.workers.size > 1:
+            yield from self._with_others(frames, wanted)
+            return
         batches = torch.get_num_threads() if self.device.type == "cpu" else 1
         for group in self._groups(frames, batches * self.max_atoms):
             chunks = divided(group, [len(frame.type) for frame in group], batches)
@@ -99,9 +114,28 @@ class Evaluator:
         batch = collate([f for f, _ in prepared], [pairs for _, pairs in prepared], self.get_ntypes())
         return list(self.results(batch.to(self.device), frames, wanted))
 
+    def _with_others(self, frames: Iterable[Frame], wanted: Collection[str]) -> Iterator[Result]:
+        """The same by all workers: batches are larger, and each computes a part of them (workers.py)."""
+        count = len(frames) if isinstance(frames, list) else -1
+        for group in self._groups(frames, self.workers.size * self.max_atoms):
+            batch = self.workers.attempt(partial(self._divided, group, count, wanted))
+            yield from self.results(batch.to(self.device), group, wanted)
+
+    def _divided(self, group: list[Frame], count: int, wanted: Collection[str]) -> Batch:
+        """The frames side by side, whose part is what this worker computes of them."""
+        whole, parts = [], []
+        for k, frame in enumerate(self.workers.same(group, count)):
+            block = self.workers.block(k, len(group), divisible(self.model, wanted))
+            frame, part = (
+                (frame.by_type(), NOTHING) if block is None else self.preparation.part(frame, frame.name, *block)
+            )
+            whole.append(frame)
+            parts.append(part)
+        return collate_parts(whole, parts, self.get_ntypes())
+
     def results(self, batch: Batch, frames: Sequence[Frame], wanted: Collection[str]) -> Iterator[Result]:
         """The Results of frames that are in a batch already; virtual atoms have zeros."""
-        prediction = predict(self.model, batch, wanted)
+        prediction = self.workers.predict(self.model, batch, wanted)
         columns = {
             name: _to_frames(value, batch, frames) if per_atom(name) else list(value.cpu().numpy())
             for name, value in prediction.items()

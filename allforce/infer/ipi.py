@@ -26,7 +26,7 @@ def serve_forces(model: str, structure: str, unix: str | None, address: str | No
     except Exception as error:  # ASE's readers fail in any way
         raise UserError(f"{structure}: ASE cannot read it ({error}). Give the structure of i-PI.") from None
     assert isinstance(atoms, Atoms)
-    atoms.calc = DP(model)
+    atoms.calc = DP(model, parallel=False)  # several clients of one i-PI are several beads
     try:
         client = SocketClient(host=host, port=port, unixsocket=unix)
     except OSError as error:

@@ -65,7 +65,7 @@ def attach(lmp: Any, model: str | Path | Model | DeepPot, types: Sequence[str], 
             f"LAMMPS runs on {lmp.extract_setting('world_size')} MPI ranks; a model is attached to one rank only. "
             "Start it without mpirun: the model uses the cores of the machine by threads."
         )
-    forces = Forces(lmp, model if isinstance(model, DeepPot) else DeepPot(model), types, skin)
+    forces = Forces(lmp, model if isinstance(model, DeepPot) else DeepPot(model, parallel=False), types, skin)
     lmp.command(f"fix {FIX} all external pf/callback 1 1")
     lmp.command(f"fix_modify {FIX} energy yes virial yes")
     lmp.set_fix_external_callback(FIX, forces)
@@ -138,7 +138,7 @@ def model_types(names: Sequence[str], ntypes: int, type_map: list[str]) -> np.nd
 
 def run_script(model: str, script: str, variables: Sequence[Sequence[str]] = (), log_file: str = "log.lammps") -> None:
     """Run an input script of LAMMPS in which `pair_style allforce` and `pair_coeff * * NAMES` mean the model."""
-    dp = DeepPot(model)
+    dp = DeepPot(model, parallel=False)
     try:
         text = Path(script).read_text()
     except (OSError, UnicodeDecodeError) as error:

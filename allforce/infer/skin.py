@@ -7,12 +7,17 @@ is now at least σ_min(F)·(rcut + skin) − 2d apart, so the list serves while 
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 from ase.geometry import complete_cell
 
 from allforce.data.batch import Batch, Frame
-from allforce.data.loader import collate
+from allforce.data.blocks import pairs_of_block, part_of
+from allforce.data.loader import collate, collate_parts
 from allforce.infer.evaluate import Evaluator
+from allforce.infer.predict import DEFAULT
+from allforce.infer.workers import divisible
 from allforce.neighbors import TOUCHING, check_distances, neighbor_list, pairs_within
 
 PERIODIC = np.array([True, True, True])
@@ -21,10 +26,18 @@ PERIODIC = np.array([True, True, True])
 class SkinList:
     """Pairs (i, j) of a frame sorted by type and their lattice shifts, for structures near the one it was made of."""
 
-    def __init__(self, frame: Frame, pbc: np.ndarray, rcut: float, skin: float):
+    def __init__(
+        self, frame: Frame, pbc: np.ndarray, rcut: float, skin: float, block: tuple[int, int] = (0, 1), depth: int = 1
+    ):
         self.frame, self.pbc, self.rcut, self.reach = frame, pbc.copy(), rcut, rcut + skin
         cell = search_cell(frame, pbc, self.reach)
-        self.i, self.j, r = neighbor_list(frame.coord, cell, self.reach)
+        if block == (0, 1):
+            self.own = self.centers = np.arange(len(frame.type))
+            self.i, self.j, r = neighbor_list(frame.coord, cell, self.reach)
+        else:  # a path of `depth` edges within rcut is one of edges within the list's reach
+            self.own, self.centers, (self.i, self.j, r) = pairs_of_block(
+                frame.coord, cell, self.reach, *block, depth, "the structure"
+            )
         shift = r - (frame.coord[self.j] - frame.coord[self.i])
         self.shift = np.zeros_like(shift) if cell is None else np.rint(shift @ np.linalg.inv(cell))  # (E, 3) integers
         self.inverse = None if frame.cell is None or not pbc.all() else np.linalg.inv(frame.cell)
@@ -62,23 +75,36 @@ class SkinList:
 
 
 class Steps:
-    """Batches of the frames of a simulation, one after the other, with as few neighbour lists as possible."""
+    """Batches of the frames of a simulation, one after the other, with as few neighbour lists as possible.
 
-    def __init__(self, evaluator: Evaluator, skin: float = 1.0):
-        self.evaluator, self.skin = evaluator, skin
+    wanted: what will be asked of them. Where that can be split, each of the evaluator's workers finds the neighbours of
+    its own block; all of them give the same frame, to the bit.
+    """
+
+    def __init__(self, evaluator: Evaluator, skin: float = 1.0, wanted: Collection[str] = DEFAULT):
+        self.evaluator, self.skin, workers = evaluator, skin, evaluator.workers
+        self.splits = workers.size > 1 and divisible(evaluator.model, wanted)
+        self.block = (workers.rank, workers.size) if self.splits else (0, 1)
         self.rebuilds = 0  # neighbour lists built so far
         self._list: SkinList | None = None
 
     def batch(self, frame: Frame, pbc: np.ndarray = PERIODIC) -> Batch:
-        frame = frame.by_type()
+        return self.evaluator.workers.attempt(lambda: self._batch(frame.by_type(), pbc)).to(self.evaluator.device)
+
+    def _batch(self, frame: Frame, pbc: np.ndarray) -> Batch:
         pairs = None if self._list is None else self._list.pairs(frame, pbc)
         if pairs is None:
-            self._list = SkinList(frame, pbc, self.evaluator.get_rcut(), self.skin)
+            limit = self.evaluator.needs.limit
+            self._list = SkinList(frame, pbc, limit.rcut, self.skin, self.block, limit.depth)
             self.rebuilds += 1
             pairs = self._list.pairs(frame, pbc)
             assert pairs is not None, "a new list serves the frame that it was made of"
         limited = self.evaluator.preparation.limited(*pairs, frame.type, "the structure")
-        return collate([frame], [limited], self.evaluator.get_ntypes()).to(self.evaluator.device)
+        if not self.splits:
+            return collate([frame], [limited], self.evaluator.get_ntypes())
+        assert self._list is not None
+        part = part_of(self._list.own, self._list.centers, limited, len(frame.type))
+        return collate_parts([frame], [part], self.evaluator.get_ntypes())
 
 
 def search_cell(frame: Frame, pbc: np.ndarray, reach: float) -> np.ndarray | None:

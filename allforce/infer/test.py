@@ -56,8 +56,9 @@ def run_test(
     detail_file: str | None = None,
     atomic: bool = False,
 ) -> dict[str, Errors]:
-    """Log the errors on every system and their average, which is also returned."""
+    """Log the errors on every system and their average, which is also returned. Of several workers rank 0 writes."""
     dp = AnyModel(model)
+    detail_file = detail_file if dp.workers.rank == 0 else None
     tensor = tensor_test(dp.model, detail_file)
     systems = select_systems(dp.get_type_map(), system, datafile, train_data, valid_data)
     rng = np.random.default_rng(rand_seed)

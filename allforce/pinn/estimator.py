@@ -209,7 +209,7 @@ class Estimator:
     def evaluate(self, input_fn: Data, steps: int | None = None) -> dict[str, float]:
         """PiNN's metrics over the batches of a data set: METRICS/E_MAE, METRICS/E_RMSE, …, loss, global_step."""
         comm = connection().comm
-        evaluator = AnyModel(self.load())
+        evaluator = AnyModel(self.load(), parallel=False)
         loss = LOSSES[self.input.loss.type](self.input.loss, 1.0)
         metrics = Metrics(loss, {**self.params["model"].get("params", {})})
         for batch in self._batches(evaluator, input_fn(), steps):
@@ -230,7 +230,7 @@ class Estimator:
 
     def predict(self, input_fn: Data) -> Iterator[dict[str, np.ndarray]]:
         """For every structure: energy, forces (n, 3), stress (3, 3); or dipole, charge, charges (n,)."""
-        evaluator = AnyModel(self.load())
+        evaluator = AnyModel(self.load(), parallel=False)
         dataset = input_fn()
         length = not getattr(self.input.loss, "vector_dipole", True)
         for system in dataset.systems():
@@ -260,4 +260,4 @@ def get_calc(model: Estimator | str | Path, **kwargs: Any):
     """The ASE calculator of a model or of the folder of a run: energy, forces, stress; dipole, charges."""
     from allforce.infer.ase import DP
 
-    return DP((model if isinstance(model, Estimator) else get_model(model)).load(), **kwargs)
+    return DP((model if isinstance(model, Estimator) else get_model(model)).load(), parallel=False, **kwargs)

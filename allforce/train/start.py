@@ -27,6 +27,7 @@ from allforce.models.parts import check_sums, summands
 from allforce.schedule import Schedule
 from allforce.train.build import change_bias, complete_model, set_statistics
 from allforce.train.datasets import Given, make_cache, open_data
+from allforce.train.groups import choose_groups
 from allforce.train.source import Options, Source, read_source, run_name, shared_seed
 from allforce.train.state import State
 from allforce.writing import write_whole
@@ -95,12 +96,19 @@ class Job:
 
 def prepare(settings: Input, comm: Comm, options: Options, device: torch.device, data: Given | None = None) -> Job:
     """Open the data, make the statistics, build the model and give every worker the same initial state."""
-    mesh = Mesh(comm, settings.training.spatial_workers)
+    size = settings.training.spatial_workers
+    mesh = None if size == "auto" else Mesh(comm, size)
     source = read_source(options, comm)
     training, validation = open_data(settings, source, comm, data)
     split = settings.training.sharding != "partition"
     section, nearest = complete_model(settings.model, training, options, source, comm, split)
     settings = settings.model_copy(update={"model": section})
+    model = MODELS[section.type](section)
+    if mesh is None:
+        size, why = choose_groups(training, model, comm, device)
+        mesh = Mesh(comm, size)
+        if comm.rank == 0:
+            log.info(why)
     complete, (settings, numb_steps) = normalised(settings), scaled_steps(settings, training, comm, mesh.groups)
     seed = shared_seed(settings.training.seed, source, comm)
     if options.restart is not None and source is not None and source.step >= numb_steps:
@@ -113,7 +121,6 @@ def prepare(settings: Input, comm: Comm, options: Options, device: torch.device,
             write_whole(options.output, (json.dumps(complete, indent=4, ensure_ascii=False) + "\n").encode())
             prefix = Path(settings.training.save_dir or ".") / settings.training.save_ckpt
             prefix.parent.mkdir(parents=True, exist_ok=True)
-    model = MODELS[section.type](section)
     loss = LOSSES[settings.loss.type](settings.loss, settings.learning_rate.start_lr, model.outputs)
     check_labels(training, loss, comm, split)
     schedule = Schedule(settings.learning_rate, numb_steps, mesh.groups, getattr(settings.loss, "schedule", "lr"))

@@ -122,6 +122,23 @@ def test_launchers_and_groups(
     compare(reference(workers // size * acc_freq), tmp_path)
 
 
+def test_auto(tmp_path):
+    """One micro-batch in all the data: both workers are needed for it."""
+    write_data(tmp_path)
+    one = {"systems": ["triclinic"], "batch_size": 6}
+    write_input(
+        tmp_path,
+        **CHANGES | {"training__training_data": one, "training__numb_steps": 2},
+        training__spatial_workers="auto",
+    )
+    result = dp(tmp_path, "train", "--workers", "2", "input.json")
+    text = result.stdout + result.stderr
+    assert result.returncode == 0, text
+    assert (
+        "spatial_workers: auto is 2. The largest micro-batch has 66 atoms" in text and "1 groups of 2 workers" in text
+    )
+
+
 def test_workers_that_make_no_groups(tmp_path):
     write_data(tmp_path)
     write_input(tmp_path, **CHANGES, training__spatial_workers=3)
