@@ -280,6 +280,11 @@ def _scaling_test(commands) -> None:
     p.add_argument(
         "--strong", action="store_true", help="deal batch_size out to the workers, instead of so much for each"
     )
+    p.add_argument(
+        "--predict", metavar="W,W,…", help="also predict the speed of so many workers, from what a step costs here"
+    )
+    p.add_argument("--latency", type=float, default=5.0, help="of --predict: µs of a message between machines")
+    p.add_argument("--bandwidth", type=float, default=10.0, help="of --predict: GB/s between machines")
     p.add_argument("-o", "--output", default="scaling.png", help="picture; needs matplotlib")
 
 

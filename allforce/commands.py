@@ -30,17 +30,25 @@ def init(args: Namespace) -> None:
 
 
 def scaling_test(args: Namespace) -> None:
+    from allforce.train.predict import network_of
     from allforce.train.scaling import scaling_test
 
-    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", args.workers):
-        raise UserError(f"--workers {args.workers} should be numbers of workers with commas between, such as 1,2,4.")
+    workers, predict = (_numbers(name, getattr(args, name)) for name in ("workers", "predict"))
+    if predict and args.strong:
+        raise UserError("--predict is about workers with a micro-batch each: leave --strong out.")
     engines = args.engine.split(",")
     if unknown := set(engines) - {"auto", "torch", "mpi"}:
         raise UserError(
             f"--engine {args.engine}: {', '.join(sorted(unknown))} is unknown. Choose of: auto, torch, mpi."
         )
-    workers = [int(w) for w in args.workers.split(",")]
-    scaling_test(args.INPUT, workers, args.steps, args.output, engines, args.strong)
+    network = network_of(args.latency, args.bandwidth)
+    scaling_test(args.INPUT, workers, args.steps, args.output, engines, args.strong, predict, network)
+
+
+def _numbers(name: str, text: str | None) -> list[int]:
+    if text is not None and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
+        raise UserError(f"--{name} {text} should be numbers of workers with commas between, such as 1,2,4.")
+    return [] if text is None else [int(w) for w in text.split(",")]
 
 
 def plot(args: Namespace) -> None:

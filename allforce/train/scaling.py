@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, stdev
@@ -21,6 +22,8 @@ from allforce.config.load import load_input, normalised
 from allforce.errors import UserError
 from allforce.logs import log
 from allforce.report.plot import plot
+from allforce.train.predict import NETWORK, Costs, Link, against, measure_costs, words
+from allforce.train.predict import table as predicted
 from allforce.writing import write_whole
 
 INTERVALS = 5  # of every run, after as many steps to warm up
@@ -48,16 +51,28 @@ class Measurement:
 
 
 def scaling_test(
-    path: str, workers: list[int], steps: int, picture: str, engines: list[str], strong: bool = False
+    path: str,
+    workers: list[int],
+    steps: int,
+    picture: str,
+    engines: list[str],
+    strong: bool = False,
+    predict: Sequence[int] = (),
+    network: Link = NETWORK,
 ) -> list[Measurement]:
-    """Train the input for 2·steps steps with each number of workers and each engine; the first half warms up."""
+    """Train the input for 2·steps steps with each number of workers and each engine; the first half warms up.
+
+    predict: numbers of workers whose rate is then predicted, for machines that `network` joins.
+    """
     _check_picture(picture)
     for line in busy():
         log.warning(line)
     measured: list[Measurement] = []
     with tempfile.TemporaryDirectory(prefix="allforce-scaling-") as folder:
         plan, skip = _plan(path, steps)
-        plans = {count: _shared(plan, count) if strong else plan for count in workers}  # mistakes before measuring
+        plans = {
+            count: _shared(plan, count) if strong else _grouped(plan, count) for count in workers
+        }  # mistakes first
         for engine in engines:
             for count in workers:
                 if count == 1 and any(m.workers == 1 for m in measured):
@@ -68,10 +83,34 @@ def scaling_test(
                 log.info(f"{_name(one)}: {one.rate:.2f} samples/s")
                 for line in one.warnings:
                     log.warning(f"{_name(one)}: {line}")
+        costs = None
+        if predict:
+            (Path(folder) / "input.json").write_text(json.dumps(plan))
+            costs = measure_costs(folder, _environment())
     print(table(measured))
+    if costs is not None:
+        tell_prediction(costs, measured, plans, predict, network)
     title = f"{Path(path).name}, {'strong' if strong else 'weak'} scaling, {measured[0].device}"
     _write(measured, picture, title)
     return measured
+
+
+def tell_prediction(
+    costs: Costs, measured: list[Measurement], plans: dict[int, Any], predict: Sequence[int], network: Link
+) -> None:
+    """What it rests on, how it fits what was measured, and the table."""
+    there = [(m.workers, plans[m.workers]["training"].get("spatial_workers", 1), m.rate) for m in measured]
+    known = [(workers, split, rate) for workers, split, rate in there if split != "auto"]
+    for line in [*words(costs, network), *against(costs, known)]:
+        log.info(line)
+    print(f"\npredicted, not measured:\n{predicted(costs, list(predict), network)}")
+
+
+def _grouped(plan: dict[str, Any], workers: int) -> dict[str, Any]:
+    """With frames split as the input says, where the workers can be grouped so."""
+    size = plan["training"].get("spatial_workers", 1)
+    fits = size == "auto" or workers % size == 0
+    return plan if fits else {**plan, "training": {**plan["training"], "spatial_workers": 1}}
 
 
 def _check_picture(picture: str) -> None:
@@ -132,18 +171,21 @@ def _measure(folder: str, workers: int, engine: str, skip: bool) -> Measurement:
         command = ["mpirun", "-np", str(workers), *command, "--engine", "mpi"]
     elif workers > 1:
         command += ["--workers", str(workers), "--engine", engine]
-    root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
-    env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "PYTHONPATH": path}
     metrics = Path(folder) / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=folder, env=_environment(), capture_output=True, text=True)
     if done.returncode != 0 or not metrics.exists():
         tail = "\n".join(done.stderr.splitlines()[-5:])
         raise UserError(f"The run with {workers} worker(s) failed with exit code {done.returncode}:\n{tail}")
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     warnings = [line.partition("WARNING")[2].strip() for line in done.stderr.splitlines() if " WARNING " in line]
     return from_metrics(workers, lines, warnings)
+
+
+def _environment() -> dict[str, str]:
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "PYTHONPATH": path}
 
 
 def from_metrics(workers: int, lines: list[dict[str, Any]], warnings: list[str]) -> Measurement:

@@ -158,6 +158,20 @@ def test_scaling_test_reads_the_metrics(folder, capsys):
     assert main(["scaling-test", "input.json", "--engine", "mpi,tcp"]) == 2
 
 
+def test_scaling_test_predicts(folder, capsys):
+    write_input(folder)
+    assert main(["scaling-test", "input.json", "--workers", "1", "--steps", "10", "--predict", "8,64"]) == 0
+    out, log = capsys.readouterr()
+    table = out.partition("predicted, not measured:\n")[2].splitlines()[2:]
+    rows = [[cell.strip(" %") for cell in line.split("|")[1:-1]] for line in table]
+    assert [row[:2] for row in rows if row[1] == "1"] == [["8", "1"], ["64", "1"]]
+    assert all(float(row[3]) > 0 and 0 < float(row[4]) < 150 for row in rows)
+    assert "predicted for 1 worker(s) here" in log and "assumed (--latency, --bandwidth), not measured" in log
+    assert main(["scaling-test", "input.json", "--predict", "8;64"]) == 2
+    assert main(["scaling-test", "input.json", "--predict", "8", "--strong"]) == 2
+    assert main(["scaling-test", "input.json", "--predict", "8", "--bandwidth", "0"]) == 2
+
+
 def events_of(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
