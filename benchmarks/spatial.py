@@ -148,8 +148,8 @@ def worker(folder: Path, rounds: int) -> None:
     settings = load_input(str(folder / "input.json"))
     alone = settings.model_copy(update={"training": settings.training.model_copy(update={"spatial_workers": 1})})
     jobs = {
-        1: prepare(alone, SerialComm(), Options(output=str(folder / f"alone{comm.rank}.json")), device),
-        2: prepare(settings, comm, Options(output=str(folder / "out.json")), device),
+        1: prepare(alone, SerialComm(), Options(output=None), device),
+        2: prepare(settings, comm, Options(output=None), device),
     }
 
     def step(job: Job, whole: Any, number: int) -> None:

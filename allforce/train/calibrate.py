@@ -92,7 +92,7 @@ def calibrate(path: str, output: str) -> None:
     comm = join(world, "auto", device)
     settings = load_input(path)
     settings = settings.model_copy(update={"training": settings.training.model_copy(update={"spatial_workers": 1})})
-    job = prepare(settings, SerialComm(), Options(path, f"{output}.{comm.rank}", skip_neighbor_stat=True), device)
+    job = prepare(settings, SerialComm(), Options(path, None, skip_neighbor_stat=True), device)
     job.state.flat.land()
     comm.barrier()
     alone = blocks_of(job, 0, device, (1,)) if comm.rank == 0 else []

@@ -14,6 +14,7 @@ from allforce.distributed.profile import CountedComm
 from allforce.errors import UserError
 from allforce.logs import log
 from allforce.schedule import Schedule
+from allforce.train.groups import choose_groups
 from allforce.train.monitor import Monitor
 from allforce.train.source import Options
 from allforce.train.start import Job, prepare, scaled_steps
@@ -37,7 +38,7 @@ def dry_run(
     """Prepare, make some steps, tell. `world_size`: tell it for so many workers instead of these."""
     spatial = settings.training.spatial_workers
     workers = world_size or comm.size
-    if workers % spatial:
+    if spatial != "auto" and workers % spatial:
         raise UserError(f"--world-size {workers} is no multiple of training/spatial_workers {spatial}.")
     silent = settings.model_copy(
         update={
@@ -47,6 +48,10 @@ def dry_run(
     )
     options.output = None
     job = prepare(silent, comm, options, device)
+    if spatial == "auto":
+        spatial, why = choose_groups(job.loader.dataset, job.state.model, comm, device, workers)
+        if comm.rank == 0 and workers != comm.size:
+            log.info(f"with {workers} workers: {why}")
     lines = [*shapes_of(job), *plan_of(job, settings, workers, workers // spatial)]
     lines += times_of(job, settings, workers, workers // spatial, *timed(job, comm, device))
     memory = max(comm.gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))

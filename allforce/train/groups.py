@@ -51,21 +51,21 @@ def memory_of_worker(comm: Comm, device: torch.device) -> float:
     return min(bytes / names.count(name) for name, bytes in told)
 
 
-def choose_groups(training: DataSet, model: Model, comm: Comm, device: torch.device) -> tuple[int, str]:
-    """S, the same on all workers, and the sentence that tells why."""
+def choose_groups(
+    training: DataSet, model: Model, comm: Comm, device: torch.device, workers: int | None = None
+) -> tuple[int, str]:
+    """S, the same on all workers, and the sentence that tells why; `workers`: for so many instead of these."""
+    workers = workers or comm.size
     if "energy" not in model.outputs:
         return 1, "spatial_workers: auto is 1, as only energies, forces and virials can be split."
     atoms, pairs = largest_batch(training, model.needs.limit.rcut)
     share, batches = memory_of_worker(comm, device) / 2, training.total_batches()
-    fitting = [
-        n
-        for n in range(1, comm.size + 1)
-        if comm.size % n == 0 and comm.size // n <= batches and pairs * PAIR / n <= share
-    ]
-    size = fitting[0] if fitting else comm.size
+    divisors = [n for n in range(1, workers + 1) if workers % n == 0]
+    fitting = [n for n in divisors if workers // n <= batches and pairs * PAIR / n <= share]
+    size = fitting[0] if fitting else workers
     why = (
         f"spatial_workers: auto is {size}. The largest micro-batch has {atoms} atoms and {pairs:.3g} neighbour pairs, "
         f"about {pairs * PAIR / 2**30:.2g} GiB; half of a worker's memory is {share / 2**30:.2g} GiB; "
-        f"an epoch has {batches} micro-batches for {comm.size // size} group(s) of workers."
+        f"an epoch has {batches} micro-batches for {workers // size} group(s) of workers."
     )
     return comm.gather(size)[0], why if fitting else f"{why} It may not fit: start more workers."
