@@ -12,8 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ase import Atoms
+from ase import Atoms, units
 from ase.io import read, write
+from ase.md.verlet import VelocityVerlet
+from ase.optimize import FIRE
 
 from allforce.errors import UserError
 from allforce.files.model_file import save_model
@@ -107,6 +109,25 @@ def test_energy_is_conserved_and_lists_are_reused(model, tmp_path):
     assert lmp.get_thermo("etotal") == pytest.approx(start, abs=2e-4)
     assert 0 <= forces.steps.rebuilds - lists < 60
     lmp.close()
+
+
+def test_energy_is_conserved_in_ase(model):
+    """The same by ASE, and half the time step leaves a quarter of the error: that of the integrator, not of forces."""
+    start = structure(np.eye(3) * 8.0, n=16)
+    start.calc = DP(model)
+    FIRE(start, logfile=None).run(fmax=0.3, steps=60)
+    spread = np.sqrt(start.get_masses() * units.kB * 200.0)[:, None]
+    start.set_momenta(spread * np.random.default_rng(7).normal(size=(len(start), 3)))
+    errors = []
+    for step, number in ((0.4, 100), (0.2, 200)):
+        atoms = start.copy()
+        atoms.calc = DP(model)
+        dynamics, energies = VelocityVerlet(atoms, step * units.fs), []
+        dynamics.attach(lambda a=atoms, e=energies: e.append(a.get_total_energy()))
+        dynamics.run(number)
+        errors.append(np.std(energies))
+        assert atoms.calc.steps.rebuilds < 30
+    assert errors[0] < 1e-6 and errors[1] == pytest.approx(errors[0] / 4, rel=0.2)
 
 
 def test_constant_pressure_with_a_moving_cell(model, tmp_path):
