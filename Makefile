@@ -5,10 +5,11 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 export PIP_DEFAULT_TIMEOUT ?= 60
 
-.PHONY: help venv demo test lint format docs interop peers horovod openmpi bench clean
+.PHONY: help venv demo test faults lint format docs interop peers horovod openmpi bench clean
 help:
 	@echo "make demo      environment, train the water example with 2 workers, test it, draw the learning curve"
 	@echo "make test      environment, ruff, mypy and the whole test suite"
+	@echo "make faults    kills, cut links, full disks, mutated files, by the thousand: the proof of docs/reliability.md"
 	@echo "make venv      the environment alone (.venv)"
 	@echo "make lint      ruff and mypy"
 	@echo "make format    let ruff mend what it can"
@@ -50,6 +51,11 @@ else
 	$(TEST) --numprocesses auto --maxprocesses 4 --dist loadfile --ignore tests/parallel --ignore tests/faults
 	$(TEST) tests/parallel tests/faults
 endif
+
+# Nothing else should compute on the machine: it tells how fast a death is noticed.
+faults: venv
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/full.py $(FAULTS_ARGS)
+	ALLFORCE_FAULTS=full OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults
 
 docs: venv
 	$(BIN)/dp doc-train-input --out-type markdown > docs/input.md

@@ -356,7 +356,12 @@ def main(argv: list[str] | None = None) -> int:
             from allforce import logs
 
             logs.setup(args.log_level, args.log_path)
-        return args.run(args) or 0
+        code = args.run(args) or 0
+        if argv is None and getattr(args, "has_workers", False):  # nothing of this process is left to be closed, and
+            sys.stdout.flush()  # taking torch apart object by object would keep the terminal for a second
+            sys.stderr.flush()
+            os._exit(code)
+        return code
     except UserError as error:
         print(f"dp {args.command}: error: {error}", file=sys.stderr)
         return 2

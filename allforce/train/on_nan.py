@@ -1,7 +1,8 @@
 """A loss or gradient that is not finite (training/on_nan): stop, skip the step, or rewind.
 
 What is looked at are the sums over all workers that the one collective of a step has made, the same numbers on all of
-them: they decide alike without asking each other. Only then do they talk, about where it came from.
+them: they decide alike without asking each other. Only then do they talk, about where it came from. A run that stops
+looks at the loss alone, which costs nothing: a bad gradient makes the next loss one that is not finite, before a save.
 
     skip      no update; the next step has the next micro-batches
     rewind    weights and optimizer of the last checkpoint; the next step has the next micro-batches
@@ -40,7 +41,8 @@ class Guard:
         """Whether the step can be used; a UserError when the run is to stop. Without `update` there is a loss alone, of
         weights that have been found good: a run that is to go on then has nothing to decide."""
         flat = self.job.state.flat
-        finite = torch.isfinite(flat.sums[0] + flat.gradient.sum() if update else flat.sums[0])
+        gradients = update and self.action != "stop"
+        finite = torch.isfinite(flat.sums[0] + flat.gradient.sum() if gradients else flat.sums[0])
         if self.looks:
             if bool(finite) or (not update and self.action != "stop"):
                 self.skipped = 0
@@ -50,7 +52,7 @@ class Guard:
             return False
         self.first_bad = torch.where(finite, self.first_bad, self.first_bad.clamp(max=step))
         if due and (bad := int(self.first_bad)) < NEVER:
-            self._decide("loss or gradient", bad, self.job.names_of(bad))
+            self._decide("loss", bad, self.job.names_of(bad))
         return True
 
     def _decide(self, what: str, step: int, own: list[str]) -> None:

@@ -14,6 +14,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests/integration"), str(ROOT / "tests/parallel")]
+import slurm_cluster  # noqa: E402, F401
 from conftest import COMMANDS  # noqa: E402
 from tiny import write_data, write_input  # noqa: E402
 
@@ -43,6 +44,7 @@ class Run:
         self.temporary = folder / "tmp"
         self.temporary.mkdir(exist_ok=True)
         environment["TMPDIR"] = str(self.temporary)
+        self.before = in_memory()
         self.output = (folder / "output").open("a+")
         self.process = subprocess.Popen(
             command, cwd=folder, env=environment, stdout=self.output, stderr=subprocess.STDOUT, start_new_session=True
@@ -110,7 +112,12 @@ class Run:
         return self.process.returncode, self.text()
 
     def leftovers(self) -> list[str]:
-        """What it left behind outside of its folder."""
-        return [
-            str(p) for p in self.temporary.rglob("*") if p.is_file() and "allforce" in str(p.relative_to(self.folder))
+        """What it left behind outside of its folder, that is ours or torch's."""
+        temporary = [
+            p for p in self.temporary.rglob("*") if p.is_file() and "allforce" in str(p.relative_to(self.folder))
         ]
+        return [*map(str, temporary), *(name for name in in_memory() if name not in self.before)]
+
+
+def in_memory() -> set[str]:
+    return {str(p) for p in Path("/dev/shm").glob("*") if p.name.startswith(("allforce", "torch_"))}

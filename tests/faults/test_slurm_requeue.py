@@ -8,14 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
-import slurm_cluster
 import torch
-from run import ROOT, Run
+from run import ROOT, Run, slurm_cluster
 
 from allforce.distributed.launch import scrubbed
 from allforce.files import checkpoint
 
-STEPS = {"training__numb_steps": 1500, "training__disp_freq": 10, "training__save_freq": 500, "training__seed": 3}
+STEPS = {"training__numb_steps": 800, "training__disp_freq": 10, "training__save_freq": 250, "training__seed": 3}
 
 
 def job_script() -> str:
@@ -59,7 +58,7 @@ def test_requeue(tmp_path):
             return f"{slurm('scontrol', 'show', 'job', number)}\n{output}"
 
         number = slurm("sbatch", "--parsable", "-n", "2", "--overcommit", "--open-mode=append", "job.sh")
-        until(lambda: log.exists() and "Batch     200" in log.read_text(), said)
+        until(lambda: log.exists() and "Batch     100" in log.read_text(), said)
         slurm("scontrol", "requeue", number)
 
         def resumed() -> bool:
@@ -71,5 +70,5 @@ def test_requeue(tmp_path):
         until(lambda: "JobState=COMPLETED" in slurm("scontrol", "show", "job", number), said)
         assert "Restarts=1" in slurm("scontrol", "show", "job", number)
     assert (whole / "lcurve.out").read_bytes() == (folder / "lcurve.out").read_bytes()
-    one, two = (checkpoint.read(p / "model.ckpt-1500.safetensors").tensors for p in (whole, folder))
+    one, two = (checkpoint.read(p / "model.ckpt-800.safetensors").tensors for p in (whole, folder))
     assert all(torch.equal(one[k], two[k]) for k in one)

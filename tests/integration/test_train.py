@@ -17,6 +17,7 @@ from allforce.cli import main
 from allforce.files import checkpoint
 from allforce.files.model_file import load_model
 from allforce.infer.predict import DeepPot
+from allforce.train.flat import FlatParameters
 
 
 @pytest.fixture
@@ -258,8 +259,23 @@ def test_a_run_goes_on_after_a_loss_that_is_not_finite(folder, capsys, action):
     assert not re.search("nan|inf", "".join(rows(folder)))
 
 
+def test_a_gradient_that_is_not_finite_is_skipped(folder, capsys, monkeypatch):
+    plain = FlatParameters.differentiate
+
+    def spoiled(flat, *args, **kwargs):
+        plain(flat, *args, **kwargs)
+        if flat.passes == 8:
+            flat.gradient[3] = torch.inf
+
+    monkeypatch.setattr(FlatParameters, "differentiate", spoiled)
+    assert train(folder, training__on_nan="skip") == 0
+    log = capsys.readouterr().err
+    assert log.count("The gradient is not finite at step 7, in the batch of") == 1, log
+    assert all(torch.isfinite(w).all() for w in weights(folder, 20).values())
+
+
 def test_skips_and_rewinds_have_an_end(folder, capsys):
-    huge = {"learning_rate__start_lr": 1e300, "learning_rate__stop_lr": 1e299}
+    huge = {"learning_rate__start_lr": 1e300, "learning_rate__stop_lr": 1e299, "training__table": {"mode": "exact"}}
     assert train(folder, training__on_nan="skip", **huge) == 2
     assert "the step number 11 in a row that was not. No checkpoint" in capsys.readouterr().err.splitlines()[-1]
     train(folder, training__numb_steps=10)
