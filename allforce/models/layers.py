@@ -77,6 +77,18 @@ class Layer(nn.Module):
         return y
 
 
+def side_by_side(layers: Sequence[Layer], x: Tensor) -> Tensor:
+    """Layers of one kind, each on its own rows: (nets, n, out) from x (nets, n, in)."""
+    one = layers[0]
+    w, b = torch.stack([layer.w for layer in layers]), torch.stack([layer.b for layer in layers])
+    y = one.phi(torch.baddbmm(b[:, None], x, w))
+    if one.idt is not None:
+        y = y * torch.stack([layer.idt for layer in layers])[:, None]  # type: ignore[misc]
+    if one.copies:
+        y = y + (x if one.copies == 1 else torch.cat([x, x], dim=-1))
+    return y
+
+
 class Net(nn.Module):
     """A chain of layers; with `size_out` a last linear layer without residual follows the hidden ones."""
 

@@ -21,7 +21,7 @@ from allforce.config.section import key
 from allforce.data.batch import Batch
 from allforce.models.descriptor import Pull
 from allforce.models.env_stat import load_slots, slots
-from allforce.models.layers import Net, generator
+from allforce.models.layers import Net, generator, side_by_side
 from allforce.models.moments import TablePull, TableSum
 from allforce.models.serial import collection, copy_nets, nets_from_pt, tensor_of, to_numpy
 from allforce.models.two_body import SEL_HELP, Curve, Moments, TwoBodyConfig
@@ -62,8 +62,11 @@ class EmbeddingNets(nn.ModuleList):
         super().__init__(Net(1, config.neuron, act, dt, dtype, generator(config.seed, 0, n)) for n in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(P, nets, M1) from x (P, 1)."""
-        return torch.stack([net(x) for net in self], dim=1)
+        """(P, nets, M1) from x (P, 1); layers of the same place together, for each alone is a small one."""
+        y = x.expand(len(self), *x.shape)  # (nets, P, 1)
+        for layers in zip(*(net.layers for net in self), strict=True):
+            y = side_by_side(layers, y)
+        return y.transpose(0, 1)
 
 
 class SeE2A(Moments):

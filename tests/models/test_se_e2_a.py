@@ -56,6 +56,17 @@ class TestGelu(ModelSuite):
     make = staticmethod(lambda: small_model({"activation_function": "gelu"}, {"activation_function": "sigmoid"}))
 
 
+def test_embedding_nets_side_by_side_are_the_nets():
+    """Value and gradients of the parameters; the third layer is as wide as the second, with a step width."""
+    nets = small_model({"neuron": [3, 6, 6], "resnet_dt": True}, ntypes=3).descriptor.nets
+    x, parameters = torch.linspace(-1, 1, 5, dtype=torch.float64)[:, None], list(nets.parameters())
+    weight = torch.sin(torch.arange(5 * len(nets) * 6, dtype=torch.float64)).view(5, len(nets), 6)
+    one_by_one = torch.stack([net(x) for net in nets], 1)
+    torch.testing.assert_close(nets(x), one_by_one, rtol=1e-13, atol=1e-13)
+    ours, theirs = (torch.autograd.grad((y * weight).sum(), parameters) for y in (nets(x), one_by_one))
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+
+
 def dense_energy(model: StandardModel, frame: Frame) -> float:
     """The formulas slot by slot in plain numpy: sorted slots per type, empty ones filled with −davg/dstd."""
     c, d = model.config, model.descriptor
