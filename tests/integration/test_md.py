@@ -277,7 +277,7 @@ def test_the_page(model, tmp_path):
     write(tmp_path / "start.xyz", atoms)
     shutil.copy(model, tmp_path / "model.dp")
     save_model(small_model({"sel": [60, 60], "seed": 5}), tmp_path / "other.dp")
-    (script,) = re.findall(r"^```text\n(.*?)^```", page, re.S | re.M)
+    script = re.findall(r"^```text\n(.*?)^```", page, re.S | re.M)[0]
     (tmp_path / "in.lammps").write_text(script)
     commands = re.findall(r"^dp (lammps .*)$", page, re.M)
     assert len(commands) == 2
