@@ -16,6 +16,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -101,6 +102,27 @@ class CollectHandler(logging.Handler):
         self.lines = []
 
 
+class LogFile(logging.FileHandler):
+    """A file that a full disk ends: the console says so once, and the run goes on."""
+
+    full = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self.full:
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            return super().handleError(record)
+        self.full = True
+        log.warning(f"--log-path {self.baseFilename} is not continued ({error.strerror})")
+
+    def close(self) -> None:
+        with suppress(OSError):  # said already
+            super().close()
+
+
 def setup(
     level: str = "INFO",
     path: str | None = None,
@@ -158,7 +180,7 @@ def _outputs(path: str | None) -> list[logging.StreamHandler]:
     if path is not None:
         try:
             Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
-            outputs.append(logging.FileHandler(path, mode="w", encoding="utf-8"))
+            outputs.append(LogFile(path, mode="w", encoding="utf-8"))
         except OSError as error:
             raise UserError(f"--log-path {path}: cannot write there ({error.strerror}). Choose another file.") from None
     return outputs

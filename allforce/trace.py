@@ -78,15 +78,15 @@ class Span:
         total.count += 1
         total.seconds += took
         total.own += took - self.inner
-        if self.tracer.keeps_events:
+        if len(lane.events) < self.tracer.room:
             lane.events.append((self.name, self.begun, end))
 
 
 class Tracer:
-    """Sums of the phases of all threads; with `events` also when each of them began and ended."""
+    """Sums of the phases of all threads; of up to `events` in each, until they are taken, also begin and end."""
 
-    def __init__(self, events: bool = False):
-        self.keeps_events = events
+    def __init__(self, events: int = 0):
+        self.room = events
         self.mirror: Callable[[str], Any] | None = None  # torch.profiler.record_function, when that runs as well
         self.lanes: list[Lane] = []
         self._local = threading.local()

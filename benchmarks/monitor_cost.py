@@ -2,8 +2,8 @@
 
     python benchmarks/monitor_cost.py --workers 1 2
 
-One training, whose steps take turns, five at a time: nothing on; TensorBoard alone at every step; everything but
-torch's profiler, with a line of metrics and a piece of the timeline at the end of a round. Five steps last until all
+One training, whose steps take turns, ten at a time: nothing on; TensorBoard alone at every step; everything but
+torch's profiler, with a line of metrics and a piece of the timeline at the end of a round. Ten steps last until all
 that they caused has been written. Seconds are those of the clock and, less moved by what else the machine does, those
 of rank 0's CPU time.
 """
@@ -39,7 +39,7 @@ from allforce.train.trainer import Trainer
 PHASES = ("data wait", "forward", "moments", "moments", "backward", "moments", "communication", "optimizer")
 MODES = ("nothing", "TensorBoard", "everything")
 WARM_UP = 20  # steps of each mode
-PIECE = 5  # steps of a mode before the next one has its turn
+PIECE = 10  # steps of a mode before the next one has its turn
 PATIENCE = 150.0  # seconds: fewer rounds on a slow machine
 
 
@@ -89,9 +89,11 @@ class Bench(Trainer):
         if mode == "everything" and row:
             self.monitor.row(step, self.schedule.rate(step), self.loss.metric(self.flat.sums), None)
             self.display.speed(step, self.monitor.last_row)
-        timeline = self.monitor.timeline
-        while self.display.boards.queue.qsize() or (timeline is not None and timeline.queue.qsize()):
+        timeline, boards = self.monitor.timeline, self.display.boards
+        boards.over.set()  # it waits for more otherwise
+        while boards.queue.qsize() or (timeline is not None and timeline.queue.qsize()):
             sleep(1e-4)
+        boards.over.clear()
 
     def alone(self, steps: int) -> float:
         """CPU seconds a step of all this without any training: as many phases, rows and entries."""
@@ -127,8 +129,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=WATER)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=51)
-    parser.add_argument("--steps", type=int, default=20, help="of a mode in a round, a multiple of 5")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=60, help="of a mode in a round, a multiple of 10")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:

@@ -12,7 +12,8 @@ import socket
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..errors import UserError
+from ..errors import UserError, file_problem
+from ..trace import Tracer
 from . import devices
 from .averaging import Named, average_gradients
 from .comm import Comm
@@ -30,6 +32,7 @@ from .mpi_profile import write_profile
 from .profile import CountedComm
 from .sharding import Mode, Shard
 from .shared import HostComm
+from .timeline import LIMIT, open_timeline, packed
 from .torch_comm import TorchComm
 from .trees import read_tree, send, write_tree
 
@@ -45,6 +48,10 @@ class Team:
     world: World
     comm: Comm
     device: torch.device
+    profile: bool = False
+    timeline: str | None = None
+    trace: Tracer = field(default_factory=Tracer)
+    until_the_end: ExitStack = field(default_factory=ExitStack)
 
 
 _team: Team | None = None
@@ -66,9 +73,14 @@ def init(engine: str = "auto") -> None:
     world = detect()
     own, _ = devices.setup(world)
     comm = connect(world, engine, own)
-    if os.environ.get("ALLFORCE_COMM_PROFILE", "0") != "0":
+    profile = os.environ.get("ALLFORCE_COMM_PROFILE", "0") != "0"
+    timeline = os.environ.get("HOROVOD_TIMELINE") if comm.engine != "horovod" else None  # which writes its own
+    if profile or timeline:
         comm = CountedComm(comm, exact=True)
-    _team = Team(world, comm, own)
+    _team = Team(world, comm, own, profile, timeline)
+    if timeline:
+        _team.trace.room = LIMIT // comm.size
+        _team.until_the_end.enter_context(_team.trace.installed())
     sys.excepthook = _give_up  # torch has put its own in the way
     atexit.register(shutdown)
 
@@ -81,10 +93,31 @@ def shutdown() -> None:
         sys.excepthook = sys.__excepthook__
     team, _team = _team, None
     if team is not None:
-        if isinstance(team.comm, CountedComm):
-            write_profile(team.comm)
+        team.until_the_end.close()
+        if team.timeline:
+            _write_timeline(team, team.timeline)
+        if team.profile:
+            try:
+                write_profile(team.comm)  # type: ignore[arg-type]
+            except OSError as error:
+                _warn(f"ALLFORCE_COMM_PROFILE: {file_problem(error)}")
         gc.collect()  # DistributedDataParallel, in cycles, holds the group, whose threads must end here
         team.comm.close()
+
+
+def _write_timeline(team: Team, path: str) -> None:
+    """The collectives of all workers, and what phases the program has named."""
+    comm = team.comm
+    assert isinstance(comm, CountedComm)
+    events = [("main", *span) for span in comm.settle() if span[2] > span[1]] + team.trace.take_events()
+    told, hosts = comm.comm.gather(packed(events, comm.origin)), comm.comm.gather(socket.gethostname())
+    if comm.rank == 0 and (timeline := open_timeline(path, hosts, _warn)) is not None:
+        timeline.add(told)
+        timeline.close()
+
+
+def _warn(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
 
 
 def _here() -> Team:

@@ -134,7 +134,8 @@ def detect(env: Env = os.environ) -> World:
 
 def scrubbed(env: Env = os.environ) -> dict[str, str]:
     """The environment for a child that must not take itself for a rank of this job."""
-    return {name: value for name, value in env.items() if not name.startswith(tuple(INHERITED))}
+    kept = "HOROVOD_TIMELINE"  # a wish of the user
+    return {name: value for name, value in env.items() if name == kept or not name.startswith(tuple(INHERITED))}
 
 
 def _row(name: str) -> Launcher:

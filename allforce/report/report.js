@@ -46,7 +46,7 @@ function options(spec, width) {
     cursor: { drag: { x: true, y: true, uni: 30 } },
     series: [{ label: spec.xlabel, value: (u, v) => number(v, 5) }, ...spec.series.map((s) => ({
       label: s.label, stroke: s.color, width: s.points ? 0 : s.width || 1.5, spanGaps: true, value: (u, v) => number(v),
-      ...(s.points ? { paths: () => null, points: { show: true, size: 4, fill: s.color, stroke: s.color } } : { points: { show: spec.x.length < 30, size: 5 } }),
+      ...(s.points ? { paths: () => null, points: { show: true, size: 4, fill: s.color, stroke: s.color } } : { points: { show: spec.x.length < 30 && s.label !== "ideal", size: 5 } }),
     }))],
   };
 }

@@ -17,17 +17,17 @@ from errno import ENOSPC
 from io import FileIO
 from os import strerror
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, time_ns
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from allforce.distributed.profile import CountedComm
+from allforce.distributed.timeline import LIMIT, Timeline, open_timeline, packed
 from allforce.logs import log
 from allforce.trace import DISPLAY, VALIDATION, Tracer
 from allforce.train import summary
 from allforce.train.summary import RankTimes
-from allforce.train.timeline import LIMIT, Timeline, packed
 
 if TYPE_CHECKING:
     from allforce.config.schema import Training
@@ -48,7 +48,7 @@ class Monitor:
         append: bool = False,
     ):
         self.config, self.comm, self.device = config, comm, device
-        self.trace = Tracer(events=timeline is not None)
+        self.trace = Tracer(events=LIMIT // comm.size if timeline is not None else 0)
         self.begun = self.since = perf_counter()
         self.samples, self.steps, self.told = 0, 0, 0
         self.before = self.first = self._so_far()
@@ -81,14 +81,12 @@ class Monitor:
         if self.comm.rank == 0:
             self.metrics = JsonLines(self.config.metrics_file, self.append)
             self.metrics.write({"run": self.facts})
-            self.timeline = open_timeline(self.wanted, hosts)
+            self.timeline = open_timeline(self.wanted, hosts, log.warning) if self.wanted is not None else None
 
     def step(self, samples: int) -> None:
         """A step is over, with so many frames of this rank."""
         self.samples += samples
         self.steps += 1
-        if self.trace.keeps_events and len(self.trace.lane().events) > LIMIT // self.comm.size:
-            self.trace.keeps_events = False  # this rank has enough; row() stops all
         if self.steps == 1:  # it holds what happens once: compilation, caches
             self.first = self._so_far()
         if self.profiler is not None:
@@ -186,7 +184,7 @@ class Monitor:
         if self.timeline is not None:
             self.timeline.add(told)
         if self.events > LIMIT:
-            self.sends = self.trace.keeps_events = False
+            self.sends, self.trace.room = False, 0
             if self.comm.rank == 0:
                 log.info(f"the timeline has {self.events} events and ends here: a browser shows not many more")
 
@@ -254,16 +252,6 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def open_timeline(path: str | None, hosts: list[str]) -> Timeline | None:
-    if path is None:
-        return None
-    try:
-        return Timeline(path, hosts)
-    except OSError as error:
-        log.warning(f"no timeline: {path} cannot be written ({error.strerror})")
-        return None
-
-
 def _gpu(device: torch.device) -> dict[str, float]:
     """Utilisation by nvidia-ml-py, where it is installed; memory by torch."""
     if device.type != "cuda":
@@ -277,7 +265,19 @@ def _gpu(device: torch.device) -> dict[str, float]:
 
 def _profiler(config: Training, rank: int) -> Any:
     """torch.profiler for three steps after a warm-up, one trace for each rank in tensorboard_log_dir."""
-    from torch.profiler import profile, schedule, tensorboard_trace_handler
+    from torch.profiler import profile, schedule
 
-    ready = tensorboard_trace_handler(config.tensorboard_log_dir, worker_name=f"rank{rank}")
+    path = Path(config.tensorboard_log_dir) / f"rank{rank}.{time_ns()}.pt.trace.json"
+
+    def ready(found: Any) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            found.export_chrome_trace(str(path))
+            whole = path.read_bytes().rstrip().endswith(b"}")  # it is silent about a full disk
+        except (OSError, RuntimeError) as error:
+            log.warning(f"training/enable_profiler: no trace in {path} ({error})")
+        else:
+            if not whole:
+                log.warning(f"training/enable_profiler: the trace {path} is not complete; is the disk full?")
+
     return profile(schedule=schedule(wait=1, warmup=15, active=3, repeat=1), on_trace_ready=ready)

@@ -148,9 +148,9 @@ class Trainer:
             return None
         *ends, table = self.flat.flags.tolist()
         if table and self.monitor.steps > 1:  # else there is nothing to tell yet
-            self.monitor.report()
-            self.requests.asked[-1] = False
+            self.requests.asked[-1] = False  # before the answer: who has read it may ask again
             self.flat.flags.zero_()
+            self.monitor.report()
         return next((k for k in reversed(range(len(ends))) if ends[k]), None)
 
     def stop(self, step: int, reason: int) -> int:

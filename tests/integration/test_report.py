@@ -4,11 +4,11 @@ import http.client
 import json
 import shutil
 import threading
-import time
 from urllib.request import urlopen
 
 import numpy as np
 import pytest
+from browsing import chromium, until
 from tiny import write_data, write_input
 
 from allforce import logs
@@ -107,38 +107,10 @@ def test_only_this_machine_and_only_with_the_token(server):
 # ---- the browser
 
 
-def why_no_browser():
-    try:
-        import selenium  # noqa: F401
-    except ImportError:
-        return "selenium is not installed"
-    missing = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
-    return f"{' and '.join(missing)} not found (scripts/ci_packages.sh)" if missing else ""
-
-
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    if reason := why_no_browser():
-        pytest.skip(reason)
-    from selenium.webdriver import Chrome, ChromeOptions, ChromeService
-
-    options = ChromeOptions()
-    options.binary_location = shutil.which("chromium")
-    for word in ("--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1200,1000"):
-        options.add_argument(word)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = Chrome(options=options, service=ChromeService(shutil.which("chromedriver")))
-    yield driver
-    driver.quit()
-
-
-def until(browser, script, seconds=20):
-    """The first true answer of a script."""
-    end = time.monotonic() + seconds
-    while not (answer := browser.execute_script(f"return {script}")):
-        assert time.monotonic() < end, script
-        time.sleep(0.05)
-    return answer
+def browser():
+    with chromium() as driver:
+        yield driver
 
 
 def calm(browser):

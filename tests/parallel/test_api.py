@@ -1,6 +1,8 @@
 """allforce.distributed under real launchers (api_suite.py), and what happens when one worker fails."""
 
+import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -65,19 +67,22 @@ def test_a_start_that_fails(launch, tmp_path):
 
 
 def test_communication_profile(launch, tmp_path, monkeypatch):
-    """ALLFORCE_COMM_PROFILE counts the calls of one's own model as well: one all-reduce a step."""
+    """ALLFORCE_COMM_PROFILE counts the calls of one's own model as well, HOROVOD_TIMELINE shows them and its phases."""
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "steps.py"
     script.write_text(
         "import torch, allforce.distributed as ad\n"
+        "from allforce.trace import phase\n"
         "ad.init()\n"
         "net = torch.nn.Linear(30, 10)\n"
         "optimizer = ad.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), net)\n"
         "for _ in range(25):\n"
-        "    net(torch.ones(2, 30)).sum().backward()\n"
+        "    with phase('forward'):\n"
+        "        loss = net(torch.ones(2, 30)).sum()\n"
+        "    loss.backward()\n"
         "    optimizer.step()\n"
     )
-    result = launch("torchrun", 2, sys.executable, script, ALLFORCE_COMM_PROFILE="1")
+    result = launch("torchrun", 2, sys.executable, script, ALLFORCE_COMM_PROFILE="1", HOROVOD_TIMELINE="t.json")
     assert result.returncode == 0, result.stdout
     profiles = sorted(tmp_path.glob("mpi_profile.*"))
     assert len(profiles) == 2
@@ -85,6 +90,10 @@ def test_communication_profile(launch, tmp_path, monkeypatch):
         :1
     ]
     assert row[1] == "25" and float(row[2]) == 4 * (310 + 2)
+    spans = [e for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    for rank in (0, 1):
+        names = Counter(e["name"] for e in spans if e["pid"] == rank)
+        assert names["forward"] == 25 and names["communication"] >= 25 and names["transfer"] >= 25
 
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/own_model.py"

@@ -15,7 +15,7 @@ def test_without_a_tracer_a_phase_is_nothing():
 
 
 def test_nested_phases_have_their_own_time_and_add_up():
-    tracer = Tracer(events=True)
+    tracer = Tracer(events=1000)
     with tracer.installed():
         with phase("outer"):
             for _ in range(3):
@@ -44,7 +44,7 @@ def test_a_phase_in_itself_counts_its_time_once():
 
 
 def test_threads_have_lanes_of_their_own():
-    tracer = Tracer(events=True)
+    tracer = Tracer(events=1000)
     inside, go = threading.Barrier(5), threading.Event()
 
     def work():

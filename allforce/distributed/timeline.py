@@ -11,12 +11,11 @@ import os
 import queue
 import shutil
 import threading
+from collections.abc import Callable
 from errno import EINVAL
 from pathlib import Path
 from time import perf_counter
 from typing import Any
-
-from allforce.logs import log
 
 LIMIT = 2_000_000  # events of all ranks: a browser shows not many more
 Event = tuple[str, str, float, float]  # thread, name, begin, end (s)
@@ -27,19 +26,20 @@ def packed(events: list[Event], origin: float) -> dict[str, Any]:
     names = sorted({e[1] for e in events})
     threads = sorted({e[0] for e in events}, key=lambda t: (t != "main", t))
     number = {n: k for k, n in enumerate(names)} | {("thread", t): k for k, t in enumerate(threads)}
-    rows = [
-        [number["thread", t], number[n], round(1e6 * (a - origin), 1), round(1e6 * (b - a), 1)] for t, n, a, b in events
-    ]
+    rows = []
+    for thread, name, a, b in events:  # both ends are rounded: a phase then ends no later than the one around it
+        begin, end = round(1e6 * (a - origin), 1), round(1e6 * (b - origin), 1)
+        rows.append([number["thread", thread], number[name], begin, end - begin])
     return {"names": names, "threads": threads, "events": rows}
 
 
 class Timeline:
-    """The file of rank 0; what cannot be written is said once, and training goes on."""
+    """The file of rank 0; what cannot be written is said once, by `warn`, and training goes on."""
 
     HEAD, TAIL = b'{"displayTimeUnit":"ms","traceEvents":[\n', b"\n]}\n"
 
-    def __init__(self, path: str, hosts: list[str]):
-        self.path, self.part = Path(path), Path(f"{path}.part")
+    def __init__(self, path: str, hosts: list[str], warn: Callable[[str], object]):
+        self.path, self.part, self.warn = Path(path), Path(f"{path}.part"), warn
         self.queue: queue.SimpleQueue[list[dict[str, Any]] | None] = queue.SimpleQueue()
         self.threads: dict[tuple[int, str], int] = {}
         self.published, self.cost, self.fresh = 0.0, 0.0, False
@@ -73,7 +73,7 @@ class Timeline:
             self.file.close()
             self.part.unlink()
         except OSError as error:
-            log.warning(f"the timeline {self.path} is not continued: {error.strerror}")
+            self.warn(f"the timeline {self.path} is not continued: {error.strerror}")
             while self.queue.get() is not None:
                 pass
 
@@ -93,8 +93,9 @@ class Timeline:
 
     def _tid(self, rank: int, thread: str, lines: list[bytes]) -> int:
         if (rank, thread) not in self.threads:
-            tid = self.threads[rank, thread] = sum(r == rank for r, _ in self.threads)
+            tid = self.threads[rank, thread] = 1 + len(self.threads)  # Perfetto wants them different in all processes
             lines.append(_meta("thread_name", rank, tid, name=thread))
+            lines.append(_meta("thread_sort_index", rank, tid, sort_index=tid))  # else by name, the loader first
         return self.threads[rank, thread]
 
     def _publish(self) -> None:
@@ -117,3 +118,11 @@ class Timeline:
 def _meta(what: str, rank: int, tid: int = 0, **args: Any) -> bytes:
     event = {"ph": "M", "name": what, "pid": rank, "tid": tid, "args": args}
     return json.dumps(event, separators=(",", ":")).encode()
+
+
+def open_timeline(path: str, hosts: list[str], warn: Callable[[str], object]) -> Timeline | None:
+    try:
+        return Timeline(path, hosts, warn)
+    except OSError as error:
+        warn(f"no timeline: {path} cannot be written ({error.strerror})")
+        return None
