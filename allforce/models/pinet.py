@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from math import pi, sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,11 +25,22 @@ from allforce.models.layers import activation
 from allforce.models.pinet_ops import interaction, tanh
 
 TANH_1 = math.tanh(1.0)
+FEW = 4  # types, up to which a first PI by pairs of types is less work than by pairs of atoms
 CUTOFFS = {  # (r, rc) -> value, 0 at rc with a slope of 0
     "f1": lambda r, rc: 0.5 * (torch.cos(pi * r / rc) + 1.0),
     "f2": lambda r, rc: (torch.tanh(1.0 - r / rc) / TANH_1) ** 3,
     "hip": lambda r, rc: torch.cos(pi * r / (2.0 * rc)) ** 2,
 }
+
+
+class Elements(NamedTuple):
+    """What a network begins with: P_i = rows[types_i]."""
+
+    rows: Tensor  # (nt, n_types)
+    types: Tensor  # (N,)
+
+    def properties(self) -> Tensor:
+        return self.rows.index_select(0, self.types)
 
 
 class Basis(nn.Module):
@@ -114,17 +125,33 @@ class PI(nn.Module):
         self.size_in, self.size, self.n_basis, self.tanh = size_in, nodes[-1], n_basis, act == "tanh"
         self.ff_layer = FF(2 * size_in, [*nodes[:-1], nodes[-1] * n_basis], act, make)
 
-    def forward(self, P: Tensor, edges: Edges, e: Tensor) -> Tensor:
+    def forward(self, P: Tensor, edges: Edges, e: Tensor, elements: Elements | None = None) -> Tensor:
+        """elements: what P was made of, in the first block."""
+        if elements is not None and len(elements.rows) <= FEW:
+            return self.of_elements(*elements, edges, e)
+        z = self.net(P, edges.i, edges.j)
+        return interaction(z, e) if self.tanh else (self.ff_layer.phi(z) * e[:, :, None]).sum(1)
+
+    def of_elements(self, rows: Tensor, types: Tensor, edges: Edges, e: Tensor) -> Tensor:
+        """The same where P is rows[types]: w depends on the two types only, so the sum over b is a product:
+        e, in the columns that belong to these types and 0 elsewhere, times the w of all pairs of types."""
+        n, grid = len(rows), torch.arange(len(rows), device=e.device)
+        w = self.ff_layer.phi(self.net(rows, grid.repeat_interleave(n), grid.repeat(n)))  # (n², n_basis, c)
+        pair = types.index_select(0, edges.i) * n + types.index_select(0, edges.j)
+        columns = pair[:, None] * self.n_basis + torch.arange(self.n_basis, device=e.device)
+        return e.new_zeros(len(e), n * n * self.n_basis).scatter(1, columns, e) @ w.flatten(0, 1)
+
+    def net(self, P: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        """FF([P_i, P_j]) before its last activation, (pairs, n_basis, c)."""
         layers: list[Any] = [(layer.kernel, layer.bias) for layer in self.ff_layer.dense_layers]
         layers[-1] = self._by_basis(*layers[-1])
         (kernel, bias), *others = layers
         # [P_i, P_j]·kernel = P_i·upper + P_j·lower: products over atoms, which are fewer than pairs
         of_i, of_j = P @ kernel[: self.size_in], torch.addmm(bias, P, kernel[self.size_in :])
-        z = of_i.index_select(0, edges.i) + of_j.index_select(0, edges.j)
+        z = of_i.index_select(0, i) + of_j.index_select(0, j)
         for kernel, bias in others:
             z = torch.addmm(bias, self.ff_layer.phi(z), kernel)
-        z = z.view(-1, self.n_basis, self.size)
-        return interaction(z, e) if self.tanh else (self.ff_layer.phi(z) * e[:, :, None]).sum(1)
+        return z.view(-1, self.n_basis, self.size)
 
     def _by_basis(self, kernel: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         """Columns (c, n_basis) -> (n_basis, c): sums over the basis are then sums of rows."""
@@ -172,9 +199,9 @@ class Block(nn.Module):
         self.pi_layer = PI(size_in, config.pi_nodes, n_basis, config.act, make)
         self.ii_layer = FF(self.pi_layer.size, config.ii_nodes, config.act, make, bias=False)
 
-    def forward(self, P: Tensor, edges: Edges, e: Tensor) -> Tensor:
+    def forward(self, P: Tensor, edges: Edges, e: Tensor, elements: Elements | None) -> Tensor:
         Q = P if self.pp_layer is None else self.pp_layer(P)
-        return of_atoms(self.ii_layer(self.pi_layer(Q, edges, e)), edges, len(P))
+        return of_atoms(self.ii_layer(self.pi_layer(Q, edges, e, elements)), edges, len(P))
 
 
 class PiNet(nn.Module):
@@ -193,14 +220,15 @@ class PiNet(nn.Module):
         self.out_layers: list[Out] = nn.ModuleList(outs)  # type: ignore[assignment]
         self.res_update: list[Residual] = nn.ModuleList(residuals)  # type: ignore[assignment]
 
-    def forward(self, P: Tensor, edges: Edges, r: Tensor) -> dict[str, Tensor]:
-        """{"out": (N,)} from the elements P (N, n_types) and the edge vectors r (E, 3)."""
+    def forward(self, elements: Elements, edges: Edges, r: Tensor) -> dict[str, Tensor]:
+        """{"out": (N,)} from the elements of N atoms and the edge vectors r (E, 3)."""
+        P = elements.properties()
         e = self.basis(torch.linalg.vector_norm(r, dim=1)).to(P.dtype)
         out = P.new_zeros(len(P), 1)
-        for block, read, residual in zip(self.gc_blocks, self.out_layers, self.res_update, strict=True):
-            new = block(P, edges, e)
-            out = out + read(new)
-            P = residual(P, new)
+        for t, block in enumerate(self.gc_blocks):
+            new = block(P, edges, e, elements if t == 0 else None)
+            out = out + self.out_layers[t](new)
+            P = self.res_update[t](P, new)
         return {"out": out[:, 0]}
 
 
@@ -221,8 +249,8 @@ class Invariant(nn.Module):
         self.ii_layer = FF(self.pi_layer.size, [*hidden, last * n_props], config.act, make, bias=False)
         self.pp_layer = FF(self.ii_layer.size, config.pp_nodes, config.act, make, bias=False)
 
-    def forward(self, P1: Tensor, edges: Edges, e: Tensor) -> tuple[Tensor, Tensor]:
-        I1 = self.ii_layer(self.pi_layer(P1, edges, e))
+    def forward(self, P1: Tensor, edges: Edges, e: Tensor, elements: Elements | None) -> tuple[Tensor, Tensor]:
+        I1 = self.ii_layer(self.pi_layer(P1, edges, e, elements))
         return self.pp_layer(of_atoms(I1, edges, len(P1))), I1
 
 
@@ -271,9 +299,11 @@ class Block2(nn.Module):
         self.pp_layer = FF(width * n_props, [*hidden, config.ii_nodes[-1] * n_props], config.act, make)
         self.equivar_p3_layer = Equivariant(size3, config, make) if self.vectors else None
 
-    def forward(self, P1: Tensor, P3: Tensor, edges: Edges, e: Tensor, n: Tensor) -> dict[str, Tensor]:
+    def forward(
+        self, P1: Tensor, P3: Tensor, edges: Edges, e: Tensor, n: Tensor, elements: Elements | None
+    ) -> dict[str, Tensor]:
         """The new properties p1, p3 of atoms and i1, i3 of pairs."""
-        p1, i1 = self.invar_p1_layer(P1, edges, e)
+        p1, i1 = self.invar_p1_layer(P1, edges, e, elements)
         if self.equivar_p3_layer is None:
             return {"p1": self.pp_layer(p1), "i1": i1}
         p3, i3, dotted = self.equivar_p3_layer(P3, i1.chunk(2, dim=1)[1], n, edges)
@@ -306,15 +336,15 @@ class PiNet2(nn.Module):
             layers = nn.ModuleList(Out(sizes[name], config.out_nodes, units, make) for _ in blocks)
             self.add_module(f"{name}_out_layers", layers)
 
-    def forward(self, P: Tensor, edges: Edges, r: Tensor) -> dict[str, Tensor]:
+    def forward(self, elements: Elements, edges: Edges, r: Tensor) -> dict[str, Tensor]:
         """{"out": (N,), "p3": (N, 3, units), "i1": (E, units), …}: `out` and those of out_extra."""
-        distance = torch.linalg.vector_norm(r, dim=1)
+        P, distance = elements.properties(), torch.linalg.vector_norm(r, dim=1)
         e, n = self.basis(distance).to(P.dtype), (r / distance[:, None]).to(P.dtype)
         P1, P3 = P, P.new_zeros(len(P), 3, 1)
         out: dict[str, Tensor] = {}
         readers = {"out": self.out_layers, **{x: getattr(self, f"{x}_out_layers") for x in self.extra}}
         for t, block in enumerate(self.gc_blocks):
-            new = block(P1, P3, edges, e, n)
+            new = block(P1, P3, edges, e, n, elements if t == 0 else None)
             for name, layers in readers.items():
                 value = layers[t](new["p1" if name == "out" else name])
                 out[name] = value if t == 0 else out[name] + value

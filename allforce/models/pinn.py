@@ -38,7 +38,7 @@ from allforce.errors import UserError
 from allforce.models.bias import fit_energy_bias
 from allforce.models.layers import DTYPES, generator
 from allforce.models.model import CountNeighbors, Model
-from allforce.models.pinet import Maker, PiNet, PiNet2
+from allforce.models.pinet import Elements, Maker, PiNet, PiNet2
 from allforce.models.potential import Potential
 
 Numbers = list[float]
@@ -218,8 +218,8 @@ class PinnModel(Model):
 
     def outputs_of(self, batch: Batch, r: Tensor) -> dict[str, Tensor]:
         """What the network gives, of atoms and of pairs, in float64."""
-        P = self.elements.index_select(0, batch.type)
-        return {name: value.double() for name, value in self.network(P, batch.edges, r).items()}
+        elements = Elements(self.elements, batch.type)
+        return {name: value.double() for name, value in self.network(elements, batch.edges, r).items()}
 
     def weights(self) -> Tensor:
         """All weights that are not biases, side by side."""

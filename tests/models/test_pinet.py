@@ -77,9 +77,11 @@ CASES = {
     "one layer": ("pinet", {"pi_nodes": [3], "ii_nodes": [2], "out_nodes": []}),
     "widths equal to the types": ("pinet", {"ii_nodes": [2]}),
     "unknown element": ("pinet", {"atom_types": [8]}),
+    "many elements": ("pinet", {"type_map": ["O", "H", "C", "N", "F"]}),
     "pinet2 rank 1": ("pinet2", {"rank": 1}),
     "pinet2 rank 3": ("pinet2", {}),
     "pinet2 weighted": ("pinet2", {"weighted": True}),
+    "pinet2 many elements": ("pinet2", {"type_map": ["O", "H", "C", "N", "F"]}),
 }
 
 
