@@ -62,15 +62,19 @@ def of_workers(process: subprocess.Popen, name: str) -> set[listeners.Listener]:
         for other in psutil.process_iter(["cmdline"]):
             if name in (other.info["cmdline"] or ()) and other.pid != mine:
                 seen |= listeners.look(other.pid)
-    return {s for s in seen if name in s.command.split() and not any(w in s.command for w in ("mpirun", "srun"))}
+    return {s for s in seen if s.command.split()[:2] == [sys.executable, name]}
 
 
 BARE = """
 import time
-from mpi4py import MPI
+from allforce.distributed.launch import detect
+from allforce.distributed.mpi_comm import load_mpi
+MPI = load_mpi(detect())
+MPI.Init()
 MPI.COMM_WORLD.Barrier()
 time.sleep(1)
 MPI.COMM_WORLD.Barrier()
+MPI.Finalize()
 """
 
 
@@ -87,6 +91,7 @@ def test_srun_and_mpi(request, tmp_path, launcher):
     if launcher == "slurm":
         assert not ours, ours
         return
+    assert ours  # else the comparison below is none
     program = tmp_path / "bare.py"
     program.write_text(BARE)
     with start(launcher, program, request=request) as process:
