@@ -88,7 +88,7 @@ def _images(path: str):
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of ASE's readers, about their own old forms
-            yield from ase.io.iread(path, index=":")
+            yield from ase.io.iread(path, index=":", parallel=False)  # each worker its own files
     except UserError:
         raise
     except Exception as error:  # whatever a reader of some format raises on a file that is not what it seems

@@ -22,7 +22,7 @@ def serve_forces(model: str, structure: str, unix: str | None, address: str | No
         raise UserError("dp ipi: give either --unix NAME or --address HOST:PORT, as i-PI's <ffsocket> has it.")
     host, port = ("localhost", None) if address is None else host_and_port(address, allow_remote)
     try:
-        atoms = read(structure)
+        atoms = read(structure, parallel=False)
     except Exception as error:  # ASE's readers fail in any way
         raise UserError(f"{structure}: ASE cannot read it ({error}). Give the structure of i-PI.") from None
     assert isinstance(atoms, Atoms)
