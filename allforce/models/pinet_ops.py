@@ -16,6 +16,8 @@ from torch import Tensor
 
 from allforce.models.kernels import compiled, options
 
+SMALL = 2**19  # bytes
+
 
 class Tanh(torch.autograd.Function):
     @staticmethod
@@ -98,7 +100,8 @@ class InteractionPull(torch.autograd.Function):
 
 
 def tanh(z: Tensor) -> Tensor:
-    return Tanh.apply(z)
+    """Written out where that saves more than the calls from autograd into Python cost."""
+    return Tanh.apply(z) if z.numel() * z.element_size() > SMALL else torch.tanh(z)
 
 
 def interaction(z: Tensor, e: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from suite import CELLS, ModelSuite, batch_of, evaluate, structure
 
 from allforce.data.batch import Frame
 from allforce.models import MODELS
-from allforce.models.pinet_ops import interaction, tanh
+from allforce.models.pinet_ops import SMALL, Tanh, interaction, tanh
 
 NODES = {"pp_nodes": [6, 5], "pi_nodes": [4, 3], "ii_nodes": [4, 5], "out_nodes": [4]}
 
@@ -173,8 +173,10 @@ def test_written_out_derivatives(way, monkeypatch):
     rng = torch.Generator().manual_seed(0)
     z, e = torch.randn(4, 3, 5, generator=rng).double(), torch.randn(4, 3, generator=rng).double()
     z.requires_grad_(), e.requires_grad_()
-    assert torch.autograd.gradcheck(interaction, (z, e)) and torch.autograd.gradcheck(tanh, (z,))
-    assert torch.autograd.gradgradcheck(interaction, (z, e)) and torch.autograd.gradgradcheck(tanh, (z,))
+    assert torch.autograd.gradcheck(interaction, (z, e)) and torch.autograd.gradcheck(Tanh.apply, (z,))
+    assert torch.autograd.gradgradcheck(interaction, (z, e)) and torch.autograd.gradgradcheck(Tanh.apply, (z,))
+    wide = torch.zeros(SMALL // 4 + 1, requires_grad=True)
+    assert type(tanh(wide).grad_fn).__name__ == "TanhBackward" and type(tanh(z).grad_fn).__name__ == "TanhBackward0"
 
 
 def test_single_precision_is_near_double():
