@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
@@ -123,13 +124,15 @@ class Run:
 
     wall_step: float  # s per step, wall clock between display rows; nothing is left out
     own_step: float  # s per step as the program itself reports it (display left out)
+    cpu_step: float  # s of CPU time per step between display rows, all threads: a busy machine changes it little
     first_row: float  # s from the start of the process to the first row of learning
     peak_mb: float  # largest resident memory of the process
     rmse_f: float  # of the last row of lcurve.out
 
     def __str__(self) -> str:
         return (
-            f"{self.wall_step * 1e3:8.1f} ms/step ({self.own_step * 1e3:.1f} by its own log), {self.peak_mb:.0f} MB, "
+            f"{self.wall_step * 1e3:8.1f} ms/step ({self.own_step * 1e3:.1f} by its own log, "
+            f"{self.cpu_step * 1e3:.1f} of CPU), {self.peak_mb:.0f} MB, "
             f"first row after {self.first_row:.1f} s, rmse_f {self.rmse_f:.2f}"
         )
 
@@ -138,16 +141,30 @@ ROW = re.compile(r"\bbatch\s+(\d+)\b", re.IGNORECASE)
 AVERAGE = re.compile(r"average training time: ([\d.eE+-]+) s/batch")
 
 
-def spawn(args: list[str], folder: Path, env: dict[str, str]) -> tuple[list[tuple[float, str]], float]:
-    """Run a program; its lines, each with the time since the start, and its peak memory (MB)."""
+class Line(NamedTuple):
+    """What a program printed, and its time until then."""
+
+    text: str
+    when: float  # s since the start
+    cpu: float  # s of CPU time
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a running process with all its threads."""
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def spawn(args: list[str], folder: Path, env: dict[str, str]) -> tuple[list[Line], float]:
+    """Run a program; its lines, and its peak memory (MB)."""
     start = time.perf_counter()
     child = subprocess.Popen(args, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert child.stdout
-    lines = [(time.perf_counter() - start, line.rstrip()) for line in child.stdout]
+    lines = [Line(line.rstrip(), time.perf_counter() - start, cpu_seconds(child.pid)) for line in child.stdout]
     _, status, usage = os.wait4(child.pid, 0)
     child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode:
-        tail = "\n".join(text for _, text in lines[-30:])
+        tail = "\n".join(line.text for line in lines[-30:])
         raise SystemExit(f"{' '.join(args)} in {folder} ended with code {child.returncode}:\n{tail}")
     return lines, usage.ru_maxrss / 1024
 
@@ -158,19 +175,20 @@ def train(name: str, config: dict, folder: Path, threads: int, options: list[str
     (folder / "input.json").write_text(json.dumps(config, indent=1))
     args = [*command(name), "train", *(options or []), "input.json"]
     lines, peak = spawn(args, folder, environment(name, threads))
-    stamps: dict[int, float] = {}  # step -> when its first line was seen
-    for when, text in lines:
-        if match := ROW.search(text):
-            stamps.setdefault(int(match[1]), when)
-    own = [float(m[1]) for _, text in lines if (m := AVERAGE.search(text))]
+    first: dict[int, Line] = {}  # step -> its first line
+    for line in lines:
+        if match := ROW.search(line.text):
+            first.setdefault(int(match[1]), line)
+    own = [float(m[1]) for line in lines if (m := AVERAGE.search(line.text))]
     display = config["training"]["disp_freq"]
-    rows = [(step, when) for step, when in sorted(stamps.items()) if step >= display]  # the first interval is warm-up
+    rows = [(step, line) for step, line in sorted(first.items()) if step >= display]  # the first interval is warm-up
     if len(rows) < 2 or not own:
         raise SystemExit(f"{LABEL[name]}: fewer than two display rows or no average training time in the log")
     return Run(
-        wall_step=median((b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(rows)),
+        wall_step=median((b.when - a.when) / (m - n) for (n, a), (m, b) in pairwise(rows)),
         own_step=own[-1],
-        first_row=min(stamps.values()),
+        cpu_step=median((b.cpu - a.cpu) / (m - n) for (n, a), (m, b) in pairwise(rows)),
+        first_row=min(line.when for line in first.values()),
         peak_mb=peak,
         rmse_f=lcurve(folder / "lcurve.out")["rmse_f_trn"][-1],
     )
@@ -181,7 +199,7 @@ def test_errors(name: str, folder: Path, system: Path, threads: int) -> tuple[fl
     env, model = environment(name, threads), "model.dp" if name == "ours" else "model.pb"
     spawn([*command(name), "freeze", "-o", model], folder, env)
     lines, _ = spawn([*command(name), "test", "-m", model, "-s", str(system)], folder, env)
-    text = "\n".join(t for _, t in lines)
+    text = "\n".join(line.text for line in lines)
     force, energy = re.search(r"Force\s+RMSE\s*:\s*(\S+)", text), re.search(r"Energy RMSE/Natoms\s*:\s*(\S+)", text)
     if not force or not energy:
         raise SystemExit(f"no force or energy error in the output of {LABEL[name]}:\n{text}")

@@ -15,7 +15,8 @@ import argparse
 import json
 import os
 import tempfile
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -38,46 +39,59 @@ def steps_for(seconds: float, per_step: float) -> tuple[int, int]:
     return 3 * display, display
 
 
-def configure(args: argparse.Namespace, steps: int, display: int, batch: int, precision: str) -> dict:
+@dataclass
+class Case:
+    """One input that all programs train."""
+
+    columns: dict[str, str | int]  # how the table calls it
+    batch: int
+    configure: Callable[[int, int], dict]  # steps, display interval -> input
+    cost: float = 1.0  # of a step beside that of the water input, batch 1; only for the length of the first round
+
+
+def water_case(args: argparse.Namespace, precision: str, batch: int) -> Case:
     """The water input, or the user's own with data, batch and length replaced."""
-    config = water_input(find_systems(args.data), steps, display, batch, precision)
-    if not args.input:
-        return config
-    own = json.loads(args.input.read_text())
-    own["model"]["descriptor"]["precision"] = own["model"]["fitting_net"]["precision"] = precision
-    own["training"] |= config["training"]
-    own["training"].pop("validation_data", None)
-    return own
+
+    def configure(steps: int, display: int) -> dict:
+        config = water_input(find_systems(args.data), steps, display, batch, precision)
+        if not args.input:
+            return config
+        own = json.loads(args.input.read_text())
+        own["model"]["descriptor"]["precision"] = own["model"]["fitting_net"]["precision"] = precision
+        own["training"] |= config["training"]
+        own["training"].pop("validation_data", None)
+        return own
+
+    return Case({"precision": precision, "batch": batch}, batch, configure, batch)
 
 
-def compare(names: list[str], cases: list[tuple[str, int]], args: argparse.Namespace, work: Path) -> dict:
-    """{case: {program: [Run, ...]}}, in the order A B C A B C ..."""
-    result: dict = {case: {n: [] for n in names} for case in cases}
-    for (precision, batch), round_, n in product(cases, range(args.rounds), names):
-        runs = result[precision, batch][n]
-        steps, display = steps_for(args.seconds, step_time(n, runs[-1]) if runs else GUESS[n] * batch)
-        config = configure(args, steps, display, batch, precision)
+def compare(names: list[str], cases: list[Case], args: argparse.Namespace, work: Path) -> list[dict[str, list[Run]]]:
+    """The runs of every case by program, made in the order A B C A B C ..."""
+    result: list[dict[str, list[Run]]] = [{n: [] for n in names} for _ in cases]
+    for (c, case), round_, n in product(enumerate(cases), range(args.rounds), names):
+        runs = result[c][n]
+        steps, display = steps_for(args.seconds, step_time(n, runs[-1]) if runs else GUESS[n] * case.cost)
         options = ["--skip-neighbor-stat"] if round_ else []  # the first round shows the whole start
-        run = train(n, config, work / f"{precision}-{batch}-{round_}-{n}", args.threads, options)
+        run = train(n, case.configure(steps, display), work / f"{c}-{round_}-{n}", args.threads, options)
         runs.append(run)
-        print(f"{precision} batch {batch} round {round_ + 1} {LABEL[n]:22s} {run}", flush=True)
+        print(f"{' '.join(map(str, case.columns.values()))} round {round_ + 1} {LABEL[n]:22s} {run}", flush=True)
     return result
 
 
-def report(names: list[str], result: dict) -> tuple[str, dict]:
+def report(names: list[str], cases: list[Case], result: list[dict[str, list[Run]]]) -> tuple[str, dict]:
     """The ratio table and what goes into the JSON file."""
     rows, data = [], []
-    for (precision, batch), of_program in result.items():
+    for case, of_program in zip(cases, result, strict=True):
         ours = median(step_time(names[0], r) for r in of_program[names[0]])
         for n, runs in of_program.items():
             times = [step_time(n, r) for r in runs]
             entry = {
-                "precision": precision,
-                "batch": batch,
+                **case.columns,
                 "program": LABEL[n],
                 "ms per step": round(median(times) * 1e3, 1),
+                "CPU ms per step": round(median(r.cpu_step for r in runs) * 1e3, 1),
                 "range": f"{min(times) * 1e3:.1f}–{max(times) * 1e3:.1f}",
-                "samples/s": round(batch / median(times), 2),
+                "samples/s": round(case.batch / median(times), 2),
                 f"{LABEL[names[0]]} is faster by": round(median(times) / ours, 1),
                 "peak MB": round(max(r.peak_mb for r in runs)),
                 "start to first row, s": round(runs[0].first_row, 1),
@@ -88,15 +102,36 @@ def report(names: list[str], result: dict) -> tuple[str, dict]:
     return markdown_table(list(entry), rows), {"rows": data}
 
 
-def check_losses(names: list[str], result: dict, factor: float = 2.0) -> str:
+def check_losses(names: list[str], result: list[dict[str, list[Run]]], factor: float = 2.0) -> str:
     """All learn the same thing: force errors of one size (runs differ in length, so the factor is wide)."""
     worst = 1.0
-    for runs in result.values():
+    for runs in result:
         ends = [median(r.rmse_f for r in runs[n]) for n in names]
         worst = max(worst, max(ends) / min(ends))
     if not worst < factor:
         raise SystemExit(f"the programs do not learn alike: force errors differ by a factor {worst:.2f}")
     return f"Force errors of the programs agree within a factor {worst:.2f} (allowed {factor:g})."
+
+
+def common_options(doc: str | None, name: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=WATER, help="folder with DeePMD systems of water")
+    parser.add_argument("--programs", default="ours,tf,pt")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=9.0, help="length of the training in each run")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--name", default=name, help="of the result file")
+    return parser
+
+
+def run(title: str, cases: list[Case], args: argparse.Namespace) -> None:
+    """Train all cases with all programs and keep the result."""
+    names = available(args.programs.split(","))
+    with tempfile.TemporaryDirectory(prefix="allforce-bench-") as tmp:
+        result = compare(names, cases, args, Path(tmp))
+    table, data = report(names, cases, result)
+    table += f"\n\n{check_losses(names, result)}\n{args.threads} threads each, {args.rounds} rounds, alternating."
+    write_result(args.name, title, table, data, names)
 
 
 # --- sweeps over the size of the problem, ours only ----------------------------------------------------------------
@@ -159,32 +194,20 @@ def sweep(kind: str, args: argparse.Namespace, work: Path) -> tuple[str, dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=WATER, help="folder with DeePMD systems of water")
+    parser = common_options(__doc__, "train_speed")
     parser.add_argument(
         "--input", type=Path, help="another input.json; its data, batch and number of steps are replaced"
     )
-    parser.add_argument("--programs", default="ours,tf,pt")
     parser.add_argument("--cases", default="float64:1,float64:8,float32:1", help="precision:batch, ...")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=9.0, help="length of the training in each run")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--sweep", choices=["atoms", "neighbors", "types"])
-    parser.add_argument("--name", default="train_speed", help="of the result file")
     args = parser.parse_args()
+    if not args.sweep:
+        chosen = (case.split(":") for case in args.cases.split(","))
+        return run("Training speed", [water_case(args, precision, int(batch)) for precision, batch in chosen], args)
     with tempfile.TemporaryDirectory(prefix="allforce-bench-") as tmp:
-        if args.sweep:
-            body, data = sweep(args.sweep, args, Path(tmp))
-            write_result(
-                f"{args.name}_{args.sweep}", f"Cost of a training step against {args.sweep}", body, data, ["ours"]
-            )
-            return
-        names = available(args.programs.split(","))
-        cases = [(c.split(":")[0], int(c.split(":")[1])) for c in args.cases.split(",")]
-        result = compare(names, cases, args, Path(tmp))
-        table, data = report(names, result)
-        table += f"\n\n{check_losses(names, result)}\n{args.threads} threads each, {args.rounds} rounds, alternating."
-        write_result(args.name, "Training speed", table, data, names)
+        body, data = sweep(args.sweep, args, Path(tmp))
+    title = f"Cost of a training step against {args.sweep}"
+    write_result(f"{args.name}_{args.sweep}", title, body, data, ["ours"])
 
 
 if __name__ == "__main__":
