@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from allforce.config.section import Section
@@ -13,26 +11,9 @@ from allforce.data.batch import Batch
 from allforce.data.prepare import Limit
 from allforce.data.sample import Sample
 from allforce.errors import UserError
-from allforce.models.serial import arrays_of, fill_arrays
+from allforce.models.pull import Pull, by_autograd
+from allforce.models.serial import fill_arrays, part_tree
 from allforce.models.table import TableConfig
-
-Pull = Callable[[Tensor], Tensor]  # ∂E/∂D (N, dim) -> ∂E/∂r_e (E, 3)
-
-
-def by_autograd(function: Callable[[Tensor], Tensor], r: Tensor) -> tuple[Tensor, Pull]:
-    """y = function(r), and the map from ∂E/∂y to ∂E/∂r; in grad mode both can be differentiated once more."""
-    training = torch.is_grad_enabled()
-    with torch.enable_grad():
-        r = r.detach().requires_grad_()
-        y = function(r)
-
-    def pull(gradient: Tensor) -> Tensor:
-        with torch.enable_grad():
-            return torch.autograd.grad(
-                y, r, gradient, create_graph=training, allow_unused=True, materialize_grads=True
-            )[0]
-
-    return y if training else y.detach(), pull
 
 
 class Descriptor(nn.Module):
@@ -106,14 +87,7 @@ class Descriptor(nn.Module):
         return []
 
     def to_tree(self, type_map: list[str]) -> dict[str, Any]:
-        return {
-            "@class": "Descriptor",
-            "type": self.config.type,
-            "@version": 1,
-            **self.config.model_dump(mode="json"),
-            "@variables": arrays_of(self),
-            "type_map": type_map,
-        }
+        return part_tree("Descriptor", self, type_map)
 
     @classmethod
     def section_from_tree(cls, tree: dict[str, Any], source: str) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from allforce.config.section import Section
 from allforce.data.batch import Batch
 from allforce.data.sample import Sample
 from allforce.errors import UserError
-from allforce.models.serial import arrays_of, fill_arrays
+from allforce.models.pull import by_autograd
+from allforce.models.serial import fill_arrays, part_tree
 
 
 class Fitting(nn.Module):
@@ -60,14 +61,7 @@ class Fitting(nn.Module):
     # ---- in files
 
     def to_tree(self, type_map: list[str]) -> dict[str, Any]:
-        return {
-            "@class": "Fitting",
-            "type": self.config.type,
-            "@version": 1,
-            **self.config.model_dump(mode="json"),
-            "@variables": arrays_of(self),
-            "type_map": type_map,
-        }
+        return part_tree("Fitting", self, type_map)
 
     @classmethod
     def section_from_tree(cls, tree: dict[str, Any], source: str) -> dict[str, Any]:
@@ -95,11 +89,5 @@ class EnergyFitting(Fitting):
 
         Here by automatic differentiation. A faster one, written by hand, may take its place.
         """
-        training = torch.is_grad_enabled()
-        with torch.enable_grad():
-            D = D if D.requires_grad else D.detach().requires_grad_()
-            e = self(D, batch)
-            (gradient,) = torch.autograd.grad(
-                e.sum(), D, create_graph=training, allow_unused=True, materialize_grads=True
-            )
-        return (e, gradient) if training else (e.detach(), gradient)
+        e, pull = by_autograd(lambda x: self(x, batch), D)
+        return e, pull(torch.ones_like(e))

@@ -19,8 +19,9 @@ from allforce.config.section import Section, key, one_of
 from allforce.data.batch import Batch
 from allforce.data.prepare import Limit, Pairs
 from allforce.data.sample import Sample
-from allforce.models.descriptor import Descriptor, Pull
+from allforce.models.descriptor import Descriptor
 from allforce.models.descriptors import PLAIN
+from allforce.models.pull import Pull
 from allforce.models.serial import part_named
 from allforce.models.table import TableConfig
 from allforce.neighbors import limit_neighbors

@@ -2,7 +2,7 @@
 
 Everything is recomputed from the edge vector, which is cheaper than reading it back. Edges are sorted by centre, so
 what is written stays in the cache. One thread: a second thread pool beside torch's costs more than it brings.
-Arguments: see moments.Geometry. The environment variable ALLFORCE_KERNELS=torch turns them off.
+Arguments: see moments.Compiled. The environment variable ALLFORCE_KERNELS=torch turns them off.
 """
 
 from __future__ import annotations
@@ -77,13 +77,15 @@ def edge_buffers(first):
 
 
 @njit(**inline)
-def on_grid(r, begin, end, avg, scale_r, scale_a, rs, rc, p, lo, inv_h, K, weighted, c, b):
+def on_grid(r, begin, end, center, grid, weighted, c, b):
     """Of the edges begin … end of one atom: x, x', q̂, q̂', unit vector, distance, place in the interval; the interval.
 
     A loop without branches, which the compiler turns into vector instructions. q̂ = q/dstd, slopes by the distance.
     The last two columns are the weight of the row R̂ and its slope: 1 and 0, or the switch function w and w', and then
     w is already in q̂.
     """
+    avg, scale_r, scale_a = center[0], center[1], center[2]
+    rs, rc, p, _, lo, inv_h, K = grid
     for n in range(end - begin):
         e = begin + n
         d, s, ds, q, dq = radial(r[e, 0], r[e, 1], r[e, 2], rs, rc, p)
@@ -107,26 +109,41 @@ def on_grid(r, begin, end, avg, scale_r, scale_a, rs, rc, p, lo, inv_h, K, weigh
 
 
 @njit(**inline)
-def neighbor_groups(j, begin, end, types, tau, used, group, first_group, last_group, c, r_close, t):
-    """The group of neighbour types of each edge, from first_group on, or −1 for an edge that is not on the grid now."""
+def neighbor_groups(j, begin, end, types, used, group, piece, c, r_close, t):
+    """The group of neighbour types of each edge, counted from the piece's first; −1: not on the grid, or not now."""
     for n in range(end - begin):
         kind = types[j[begin + n]]
         g = group[kind]
-        out = g < first_group or g >= last_group or not used[tau, kind] or c[7, n] < r_close
-        t[n] = -1 if out else g - first_group
+        out = g < piece[0] or g >= piece[1] or not used[kind] or c[7, n] < r_close
+        t[n] = -1 if out else g - piece[0]
+
+
+@njit(**inline)
+def edges_of_atom(i, r, j, first, types, center, used, group, grid, weighted, piece, c, b, t):
+    """Fill the buffers for the edges of atom i."""
+    tau = types[i]
+    on_grid(r, first[i], first[i + 1], center[tau], grid, weighted, c, b)
+    neighbor_groups(j, first[i], first[i + 1], types, used[tau], group, piece, c, grid[3], t)
+
+
+@njit(**inline)
+def splines_at(x, grid, value):
+    """The interval of x, and the splines there."""
+    v = (x - grid[4]) * grid[5]
+    k = min(max(int(v), 0), grid[6] - WIDTH)
+    polynomial(VALUE, v - k, value)
+    return k
 
 
 @njit(**options)
-def moments(r, j, first, types, center, used, group, rs, rc, p, r_close, lo, inv_h, K, weighted, begin, end, sel, A):
-    """A[i, :, (t − begin)·K + k] += w_e B_k(x_e) R̂_e over the edges of i, and the empty slots of `sel`; t a group."""
+def moments(r, j, first, types, center, used, group, grid, weighted, piece, sel, A):
+    """A[i, :, (t − piece[0])·K + k] += w_e B_k(x_e) R̂_e over the edges of i, and empty slots of `sel`; t a group."""
     value = np.empty(LANES)
     c, b, t = edge_buffers(first)
+    K = grid[6]
     for i in range(first.shape[0] - 1):
-        tau = types[i]
-        avg, scale_r, scale_a = center[tau, 0], center[tau, 1], center[tau, 2]
         empty = sel.copy()
-        on_grid(r, first[i], first[i + 1], avg, scale_r, scale_a, rs, rc, p, lo, inv_h, K, weighted, c, b)
-        neighbor_groups(j, first[i], first[i + 1], types, tau, used, group, begin, end, c, r_close, t)
+        edges_of_atom(i, r, j, first, types, center, used, group, grid, weighted, piece, c, b, t)
         for n in range(first[i + 1] - first[i]):
             empty[group[types[j[first[i] + n]]]] -= 1.0
             if t[n] < 0:
@@ -140,26 +157,22 @@ def moments(r, j, first, types, center, used, group, rs, rc, p, r_close, lo, inv
                 A[i, 1, k + m] += value[m] * vx
                 A[i, 2, k + m] += value[m] * vy
                 A[i, 3, k + m] += value[m] * vz
-        x = -avg * scale_r
-        v = (x - lo) * inv_h
-        k = min(max(int(v), 0), K - WIDTH)
-        polynomial(VALUE, v - k, value)
-        for g in range(begin, end):
+        x = -center[types[i], 0] * center[types[i], 1]
+        k = splines_at(x, grid, value)
+        for g in range(piece[0], piece[1]):
             for m in range(WIDTH):
-                A[i, 0, (g - begin) * K + k + m] += max(empty[g], 0.0) * value[m] * x
+                A[i, 0, (g - piece[0]) * K + k + m] += max(empty[g], 0.0) * value[m] * x
 
 
 @njit(**options)
-def pull(r, j, first, types, center, used, group, rs, rc, p, r_close, lo, inv_h, K, weighted, begin, end, gA, g):
+def pull(r, j, first, types, center, used, group, grid, weighted, piece, gA, g):
     """g_e = ∂E/∂r_e from gA = ∂E/∂A; edges to other types, and those not on the grid, are left as they are."""
     value = np.empty(LANES)
     slope = np.empty(LANES)
     c, b, t = edge_buffers(first)
+    inv_h, K = grid[5], grid[6]
     for i in range(first.shape[0] - 1):
-        tau = types[i]
-        avg, scale_r, scale_a = center[tau, 0], center[tau, 1], center[tau, 2]
-        on_grid(r, first[i], first[i + 1], avg, scale_r, scale_a, rs, rc, p, lo, inv_h, K, weighted, c, b)
-        neighbor_groups(j, first[i], first[i + 1], types, tau, used, group, begin, end, c, r_close, t)
+        edges_of_atom(i, r, j, first, types, center, used, group, grid, weighted, piece, c, b, t)
         for n in range(first[i + 1] - first[i]):
             if t[n] < 0:
                 continue
@@ -190,16 +203,14 @@ def pull(r, j, first, types, center, used, group, rs, rc, p, r_close, lo, inv_h,
 
 
 @njit(**options)
-def push(r, j, first, types, center, used, group, rs, rc, p, r_close, lo, inv_h, K, weighted, begin, end, u, A):
+def push(r, j, first, types, center, used, group, grid, weighted, piece, u, A):
     """The adjoint of pull: A += Σ_e ∂(B R̂)/∂r_e · u_e."""
     value = np.empty(LANES)
     slope = np.empty(LANES)
     c, b, t = edge_buffers(first)
+    inv_h, K = grid[5], grid[6]
     for i in range(first.shape[0] - 1):
-        tau = types[i]
-        avg, scale_r, scale_a = center[tau, 0], center[tau, 1], center[tau, 2]
-        on_grid(r, first[i], first[i + 1], avg, scale_r, scale_a, rs, rc, p, lo, inv_h, K, weighted, c, b)
-        neighbor_groups(j, first[i], first[i + 1], types, tau, used, group, begin, end, c, r_close, t)
+        edges_of_atom(i, r, j, first, types, center, used, group, grid, weighted, piece, c, b, t)
         for n in range(first[i + 1] - first[i]):
             if t[n] < 0:
                 continue
@@ -226,63 +237,39 @@ def push(r, j, first, types, center, used, group, rs, rc, p, r_close, lo, inv_h,
 
 
 @njit(**options)
-def radial_moments(r, j, first, types, center, used, group, rs, rc, p, r_close, lo, inv_h, K, weighted, begin, end, A):
-    """A[i, 0, (t − begin)·K + k] += B_k(x_e): one component, no rows and no empty slots."""
+def radial_moments(r, j, first, types, center, used, group, grid, weighted, piece, sel, A):
+    """A[i, 0, (t − piece[0])·K + k] += B_k(x_e): the number 1 for a row; neighbours of excluded types are at x = 0."""
     value = np.empty(LANES)
     c, b, t = edge_buffers(first)
+    K = grid[6]
     for i in range(first.shape[0] - 1):
-        tau = types[i]
-        on_grid(
-            r,
-            first[i],
-            first[i + 1],
-            center[tau, 0],
-            center[tau, 1],
-            center[tau, 2],
-            rs,
-            rc,
-            p,
-            lo,
-            inv_h,
-            K,
-            False,
-            c,
-            b,
-        )
-        neighbor_groups(j, first[i], first[i + 1], types, tau, used, group, begin, end, c, r_close, t)
+        empty = sel.copy()
+        edges_of_atom(i, r, j, first, types, center, used, group, grid, weighted, piece, c, b, t)
         for n in range(first[i + 1] - first[i]):
-            if t[n] < 0:
-                continue
-            polynomial(VALUE, c[8, n], value)
+            kind = types[j[first[i] + n]]
+            empty[group[kind]] -= 1.0
+            if t[n] >= 0:
+                polynomial(VALUE, c[8, n], value)
+                for m in range(WIDTH):
+                    A[i, 0, t[n] * K + b[n] + m] += value[m]
+            elif not used[types[i], kind] and piece[0] <= group[kind] < piece[1]:
+                k = splines_at(0.0, grid, value)
+                for m in range(WIDTH):
+                    A[i, 0, (group[kind] - piece[0]) * K + k + m] += value[m]
+        k = splines_at(-center[types[i], 0] * center[types[i], 1], grid, value)
+        for g in range(piece[0], piece[1]):
             for m in range(WIDTH):
-                A[i, 0, t[n] * K + b[n] + m] += value[m]
+                A[i, 0, (g - piece[0]) * K + k + m] += max(empty[g], 0.0) * value[m]
 
 
 @njit(**options)
-def radial_pull(r, j, first, types, center, used, group, rs, rc, p, r_close, lo, inv_h, K, weighted, begin, end, gA, g):
+def radial_pull(r, j, first, types, center, used, group, grid, weighted, piece, gA, g):
     """g_e = ∂E/∂r_e from gA = ∂E/∂A of radial_moments."""
     slope = np.empty(LANES)
     c, b, t = edge_buffers(first)
+    inv_h, K = grid[5], grid[6]
     for i in range(first.shape[0] - 1):
-        tau = types[i]
-        on_grid(
-            r,
-            first[i],
-            first[i + 1],
-            center[tau, 0],
-            center[tau, 1],
-            center[tau, 2],
-            rs,
-            rc,
-            p,
-            lo,
-            inv_h,
-            K,
-            False,
-            c,
-            b,
-        )
-        neighbor_groups(j, first[i], first[i + 1], types, tau, used, group, begin, end, c, r_close, t)
+        edges_of_atom(i, r, j, first, types, center, used, group, grid, weighted, piece, c, b, t)
         for n in range(first[i + 1] - first[i]):
             if t[n] < 0:
                 continue
@@ -296,30 +283,13 @@ def radial_pull(r, j, first, types, center, used, group, rs, rc, p, r_close, lo,
 
 
 @njit(**options)
-def radial_push(r, j, first, types, center, used, group, rs, rc, p, r_close, lo, inv_h, K, weighted, begin, end, u, A):
+def radial_push(r, j, first, types, center, used, group, grid, weighted, piece, u, A):
     """The adjoint of radial_pull."""
     slope = np.empty(LANES)
     c, b, t = edge_buffers(first)
+    inv_h, K = grid[5], grid[6]
     for i in range(first.shape[0] - 1):
-        tau = types[i]
-        on_grid(
-            r,
-            first[i],
-            first[i + 1],
-            center[tau, 0],
-            center[tau, 1],
-            center[tau, 2],
-            rs,
-            rc,
-            p,
-            lo,
-            inv_h,
-            K,
-            False,
-            c,
-            b,
-        )
-        neighbor_groups(j, first[i], first[i + 1], types, tau, used, group, begin, end, c, r_close, t)
+        edges_of_atom(i, r, j, first, types, center, used, group, grid, weighted, piece, c, b, t)
         for n in range(first[i + 1] - first[i]):
             if t[n] < 0:
                 continue

@@ -4,7 +4,8 @@
     T_i     = Σ_t,k A_i,t,k ⊗ C_t,k                                            C: the embedding nets as splines
     ∂E/∂r_e = pull(∂E/∂A),  ∂E/∂A = ∂E/∂T Cᵀ,  and for losses on forces its adjoint push(v): all of them linear
 
-The row Y_e of an edge is R̂_e, or w(r_e) R̂_e with the switch function w, or the number 1 (se_e2_r).
+The row Y_e of an edge is R̂_e, or w(r_e) R̂_e with the switch function w, or the number 1 (se_e2_r; p too is 1 then,
+and a neighbour of an excluded type is at x = 0).
 A holds geometry only, no parameters. So the nets are evaluated on the K nodes of a grid instead of on every neighbour.
 With many types A is made for some neighbour types at a time and made again when it is needed: it costs little.
 """
@@ -150,16 +151,14 @@ class Compiled:
     @staticmethod
     def arguments(g: Geometry, begin: int, end: int) -> tuple:
         arrays = (x.numpy() for x in (g.r, g.edges.j, g.edges.first, g.edges.type, g.center, g.used, g.group))
-        grid = (g.grid.lo, 1.0 / g.grid.h, g.grid.K)
-        return *arrays, g.rs, g.rc, g.protection, g.r_close, *grid, g.row == "w R", begin, end
+        grid = (g.rs, g.rc, g.protection, g.r_close, g.grid.lo, 1.0 / g.grid.h, g.grid.K)
+        return *arrays, grid, g.row == "w R", (begin, end)
 
     @classmethod
     def moments(cls, g: Geometry, begin: int, end: int) -> Tensor:
         A = g.new_moments(begin, end)
-        if g.width == 1:
-            kernels.radial_moments(*cls.arguments(g, begin, end), A.numpy())
-        else:
-            kernels.moments(*cls.arguments(g, begin, end), g.sel.numpy(), A.numpy())
+        kernel = kernels.radial_moments if g.width == 1 else kernels.moments
+        kernel(*cls.arguments(g, begin, end), g.sel.numpy(), A.numpy())
         return A
 
     @classmethod
@@ -214,19 +213,30 @@ class Eager:
         x, Y = cls.rows(g.r, g)
         place, value, _ = cls.places(x, g, begin, end)
         A = cls.scatter(place, value[:, :, None] * Y[:, None, :], g, begin, end)
-        if g.width == 1:
-            return A
-        N, groups = len(g.type), len(g.sel)
-        count = torch.zeros(N * groups, dtype=g.sel.dtype, device=A.device)
-        count.index_add_(0, g.edges.i * groups + g.group[g.edges.type[g.edges.j]], torch.ones_like(g.r[:, 0]))
-        empty = (g.sel - count.view(N, groups)).clamp(min=0.0)[:, begin:end]  # (N, groups of this piece)
-        p0 = -g.center[:, 0] * g.center[:, 1]  # (nt,) of the centre type
-        b, value, _ = g.grid.weights(p0)
-        slots = (b[:, None] + torch.arange(WIDTH, device=A.device))[g.type]  # (N, WIDTH)
-        amount = empty[:, :, None] * (value * p0[:, None])[g.type][:, None, :]  # (N, groups, WIDTH)
-        of_group = A.view(N, 4, end - begin, g.grid.K)[:, 0]
-        of_group.scatter_add_(2, slots[:, None, :].expand(-1, end - begin, -1), amount.to(A.dtype))
+        p0 = -g.center[:, 0] * g.center[:, 1]  # (nt,) x of an empty slot, by the centre type
+        empty = (g.sel - cls.neighbors(g, torch.ones_like(g.edges.i, dtype=torch.bool))).clamp(min=0.0)
+        cls.add_at(A, p0, empty * (1.0 if g.row == "1" else p0[g.type][:, None]), g, begin, end)
+        if g.row == "1":
+            hidden = cls.neighbors(g, ~g.used[g.type[g.edges.i], g.edges.type[g.edges.j]])
+            cls.add_at(A, torch.zeros_like(p0), hidden, g, begin, end)
         return A
+
+    @staticmethod
+    def neighbors(g: Geometry, mask: Tensor) -> Tensor:
+        """(N, groups) how many of the edges of a mask (E,) each atom has to each group of types."""
+        N, groups = len(g.type), len(g.sel)
+        count = torch.zeros(N * groups, dtype=g.sel.dtype, device=mask.device)
+        place = g.edges.i * groups + g.group[g.edges.type[g.edges.j]]
+        return count.index_add_(0, place, mask.to(count.dtype)).view(N, groups)
+
+    @staticmethod
+    def add_at(A: Tensor, x: Tensor, amount: Tensor, g: Geometry, begin: int, end: int) -> None:
+        """A += amount (N, groups) B(x), x (nt,) by the centre type: slots that are all at one place."""
+        b, value, _ = g.grid.weights(x)
+        places = (b[:, None] + torch.arange(WIDTH, device=A.device))[g.type]  # (N, WIDTH)
+        values = amount[:, begin:end, None] * value[g.type][:, None, :]  # (N, groups, WIDTH)
+        of_group = A.view(len(A), g.width, end - begin, g.grid.K)[:, 0]
+        of_group.scatter_add_(2, places[:, None, :].expand(-1, end - begin, -1), values.to(A.dtype))
 
     @classmethod
     def pull(cls, gA: Tensor, g: Geometry, begin: int, end: int, out: Tensor) -> None:

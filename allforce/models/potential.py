@@ -15,6 +15,7 @@ from torch import Tensor
 from allforce.data.batch import Batch
 from allforce.models.edges import AtomsOfEdges
 from allforce.models.model import Model
+from allforce.models.pull import by_autograd
 
 DERIVATIVES = frozenset({"forces", "virial", "atomic virial"})
 
@@ -33,15 +34,9 @@ class Potential(Model):
 
         Here by automatic differentiation. A faster one, written by hand, may take its place.
         """
-        training = torch.is_grad_enabled()
-        with torch.enable_grad():
-            r = r.detach().requires_grad_()
-            e = self.energies(batch, r)
-            e = e if batch.own is None else e * batch.own
-            (gradient,) = torch.autograd.grad(
-                e.sum(), r, create_graph=training, allow_unused=True, materialize_grads=True
-            )
-        return (e, gradient) if training else (e.detach(), gradient)
+        e, pull = by_autograd(lambda x: self.energies(batch, x), r)
+        e = e if batch.own is None else e * batch.own
+        return e, pull(torch.ones_like(e) if batch.own is None else batch.own)
 
     def energies_alone(self, batch: Batch) -> Tensor:
         """e_i (N,) where no derivative by r_e is asked for: a place for a shorter way."""

@@ -27,11 +27,11 @@ from allforce.config.section import WIDEST, Section, Words, key
 from allforce.data.batch import Batch
 from allforce.errors import UserError
 from allforce.models.attention import AttentionLayer, Neighbors
-from allforce.models.descriptor import Pull
 from allforce.models.env_stat import load_slots, slots
 from allforce.models.envmat import switch
 from allforce.models.layers import Net, generator
 from allforce.models.moments import Geometry, TablePull, TableSum
+from allforce.models.pull import Pull
 from allforce.models.sel import complete_sel
 from allforce.models.serial import collection, copy_nets, refuse
 from allforce.models.two_body import Moments, TwoBodyConfig, sum_over_edges

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from allforce.config.keys import Int, Sel, per_type
 from allforce.config.section import key
 from allforce.data.batch import Batch
-from allforce.models.descriptor import Pull
 from allforce.models.env_stat import load_slots, slots
 from allforce.models.layers import Net, generator, side_by_side
 from allforce.models.moments import TablePull, TableSum
+from allforce.models.pull import Pull
 from allforce.models.serial import collection, copy_nets, nets_from_pt, tensor_of, to_numpy
 from allforce.models.two_body import SEL_HELP, Curve, Moments, TwoBodyConfig
 

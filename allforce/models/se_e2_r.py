@@ -19,8 +19,8 @@ from allforce.config.keys import Sel, per_type
 from allforce.config.section import key
 from allforce.data.batch import Batch
 from allforce.errors import UserError
-from allforce.models.descriptor import Pull, by_autograd
 from allforce.models.moments import TablePull, TableSum
+from allforce.models.pull import Pull, by_autograd
 from allforce.models.se_e2_a import EmbeddingNets
 from allforce.models.serial import collection, copy_array, copy_nets, to_numpy
 from allforce.models.two_body import SEL_HELP, Curve, TwoBody, TwoBodyConfig
@@ -60,13 +60,18 @@ class SeE2R(TwoBody):
         self.requires_grad_(config.trainable)
         self.register_buffer("sel", torch.tensor(config.sel, dtype=torch.float64), persistent=False)
 
+    def range_of_curves(self, s: float) -> tuple[float, float]:
+        """With x = 0, where neighbours of excluded types are."""
+        lo, hi = super().range_of_curves(s)
+        return min(lo, 0.0), max(hi, 0.0)
+
     # ---- the equation
 
     def forward(self, batch: Batch, r: Tensor) -> Tensor:
         if self.table.grid is None:
-            return self.sum_of_edges(batch, r, self.nets) + self.constant(batch)
-        close = self.beyond(r.detach())
-        D = self.sum_of_edges(batch, r, self.splines(), ~close) + self.constant(batch)
+            return self.sum_of_edges(batch, r, self.nets) + self.constant(batch, self.nets)
+        close, splines = self.beyond(r.detach()), self.splines()
+        D = self.sum_of_edges(batch, r, splines, ~close) + self.constant(batch, splines)
         return D + self.sum_of_edges(batch, r, self.nets, close) if batch.edges.nearest < self.r_close else D
 
     def sum_of_edges(self, batch: Batch, r: Tensor, curves: Iterable[Curve], subset: Tensor | None = None) -> Tensor:
@@ -84,21 +89,21 @@ class SeE2R(TwoBody):
             D = D.index_add(0, i[e], curve(x[e]))
         return D * (RESCALE / self.nnei)
 
-    def constant(self, batch: Batch) -> Tensor:
+    def constant(self, batch: Batch, curves: Iterable[Curve]) -> Tensor:
         """What empty slots and excluded neighbours add: Σ_t (sel_t − n_it) net_t(p_0) and Σ_t n_it net_t(0)."""
         i, neighbor = batch.edges.i, batch.edges.type[batch.edges.j]
         N, nt = len(batch.type), self.ntypes
         count = torch.zeros(N * nt, dtype=torch.float64, device=i.device)
         count = count.index_add_(0, i * nt + neighbor, torch.ones_like(i, dtype=torch.float64)).view(N, nt)
         p = (-self.davg[:, :1] / self.dstd[:, :1]).to(self.dtype)  # (nt, 1)
-        empty = self.of_slots((self.sel - count).clamp(min=0.0), p, batch)
+        empty = self.of_slots((self.sel - count).clamp(min=0.0), p, curves, batch)
         if self.config.exclude_types:
-            empty = empty + self.of_slots(count * ~self.used[batch.type], torch.zeros_like(p), batch)
+            empty = empty + self.of_slots(count * ~self.used[batch.type], torch.zeros_like(p), curves, batch)
         return empty * (RESCALE / self.nnei)
 
-    def of_slots(self, count: Tensor, x: Tensor, batch: Batch) -> Tensor:
+    def of_slots(self, count: Tensor, x: Tensor, curves: Iterable[Curve], batch: Batch) -> Tensor:
         """Σ_t count_it net_t(x of the centre type i) from count (N, nt), x (nt, 1)."""
-        nt, G = self.ntypes, self.nets(x)  # (centre, nets, M)
+        nt, G = self.ntypes, torch.stack([curve(x) for curve in curves], 1)  # (centre, nets, M)
         if not self.one_side:  # the net of (centre, neighbour) at its own centre
             own = torch.arange(nt, device=x.device)
             G = G.view(nt, nt, nt, -1)[own, :, own]  # (centre, neighbour, M)
@@ -115,12 +120,12 @@ class SeE2R(TwoBody):
         grid, nt = self.table.grid, self.ntypes
         if grid is None:
             return by_autograd(lambda x: self(batch, x), r)
-        geometry = self.geometry(batch, r, batch.type_counts, torch.zeros_like(self.sel), "1")
+        geometry = self.geometry(batch, r, batch.type_counts, self.sel, "1")
         C = self.table.coefficients(self.nets).transpose(0, 1) * (RESCALE / self.nnei)  # (nets, K, M)
         if not self.one_side:  # centre before neighbour
             C = C.view(nt, nt, grid.K, self.dim).transpose(0, 1)
         C = C.reshape(-1, nt * grid.K, self.dim)
-        D = TableSum.apply(C, geometry)[:, 0] + self.constant(batch)
+        D = TableSum.apply(C, geometry)[:, 0]
         if batch.edges.nearest >= self.r_close:
             return D, lambda gD: TablePull.apply(gD[:, None], C, geometry)
         close = self.beyond(r)

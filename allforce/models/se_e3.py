@@ -21,10 +21,10 @@ from allforce.config.keys import Sel, per_type
 from allforce.config.section import key
 from allforce.data.batch import Batch, Edges
 from allforce.models import kernels, triple_kernels
-from allforce.models.descriptor import Pull, by_autograd
 from allforce.models.env_stat import load_slots, slots
 from allforce.models.envmat import switch
 from allforce.models.layers import Net, generator
+from allforce.models.pull import Pull, by_autograd
 from allforce.models.serial import collection, copy_nets
 from allforce.models.spline import Grid
 from allforce.models.two_body import SEL_HELP, Curve, TwoBody, TwoBodyConfig
@@ -70,7 +70,7 @@ class Triples:
 
     def arguments(self) -> tuple:
         arrays = (x.numpy() for x in (self.v, self.edges.first, self.neighbor, self.place))
-        return *arrays, self.grid.lo, 1.0 / self.grid.h, self.grid.K
+        return *arrays, (self.grid.lo, 1.0 / self.grid.h, self.grid.K)
 
     def new_moments(self) -> Tensor:
         return torch.zeros(len(self.edges.first) - 1, self.count * self.grid.K, dtype=self.dtype)

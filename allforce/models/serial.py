@@ -43,6 +43,12 @@ def arrays_of(module: nn.Module) -> dict[str, np.ndarray]:
     return {name: to_numpy(tensor) for name, tensor in module.state_dict().items()}
 
 
+def part_tree(kind: str, part: Any, type_map: list[str]) -> dict[str, Any]:
+    """A descriptor or a fitting that DeePMD-kit does not have: its section of the input and its tensors."""
+    section = part.config.model_dump(mode="json")
+    return {"@class": kind, "@version": 1, **section, "@variables": arrays_of(part), "type_map": type_map}
+
+
 def fill_arrays(module: nn.Module, stored: dict[str, Any], source: str) -> None:
     own = module.state_dict()
     for name in sorted(own.keys() ^ stored.keys()):

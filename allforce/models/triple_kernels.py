@@ -1,7 +1,7 @@
 """Compiled loops for CPUs over pairs of neighbours of an atom (se_e3.py); see kernels.py.
 
 v (E, 3) a vector for each edge, `first` the edges of each atom, `kind` (E,) the type of the neighbour, `place` (nt, nt)
-the net of two neighbour types; K splines from lo on, inv_h intervals to a unit.
+the net of two neighbour types; grid = (lo, inv_h, K): K splines from lo on, inv_h intervals to a unit.
 """
 
 from __future__ import annotations
@@ -21,45 +21,55 @@ def arsinh(g):
     return x if g >= 0.0 else -x
 
 
-@njit(**options)
-def moments(v, first, kind, place, lo, inv_h, K, A):
-    """A[i, n·K + k] += g B_k(arsinh g), g = v_j·v_k, over pairs of edges of i; n the net of their neighbour types.
+@njit(**inline)
+def pair(v, kind, place, grid, j, k, value):
+    """Of the edges j and k: g, its place in A, how often it counts; the splines at arsinh g, and where in the interval.
 
     Two neighbours of one type count twice: as (j, k) and as (k, j).
     """
+    lo, inv_h, K = grid
+    g = v[j, 0] * v[k, 0] + v[j, 1] * v[k, 1] + v[j, 2] * v[k, 2]
+    z = (arsinh(g) - lo) * inv_h
+    b = min(max(int(z), 0), K - WIDTH)
+    polynomial(VALUE, z - b, value)
+    w = 2.0 if kind[j] == kind[k] and j != k else 1.0
+    return g, place[kind[j], kind[k]] * K + b, w, z - b
+
+
+@njit(**inline)
+def slope_of(g, u, grid, value, slope):
+    """value = ∂(g B(arsinh g))/∂g."""
+    polynomial(SLOPE, u, slope)
+    steep = g * grid[1] / np.sqrt(1.0 + g * g)
+    for m in range(WIDTH):
+        value[m] += steep * slope[m]
+
+
+@njit(**options)
+def moments(v, first, kind, place, grid, A):
+    """A[i, n·K + k] += g B_k(arsinh g), g = v_j·v_k, over pairs of edges of i; n the net of their neighbour types."""
     value = np.empty(LANES)
     for i in range(first.shape[0] - 1):
         for j in range(first[i], first[i + 1]):
             for k in range(j, first[i + 1]):
-                g = v[j, 0] * v[k, 0] + v[j, 1] * v[k, 1] + v[j, 2] * v[k, 2]
-                z = (arsinh(g) - lo) * inv_h
-                b = min(max(int(z), 0), K - WIDTH)
-                polynomial(VALUE, z - b, value)
-                w = 2.0 * g if kind[j] == kind[k] and j != k else g
-                at = place[kind[j], kind[k]] * K + b
+                g, at, w, _ = pair(v, kind, place, grid, j, k, value)
                 for m in range(WIDTH):
-                    A[i, at + m] += w * value[m]
+                    A[i, at + m] += w * g * value[m]
 
 
 @njit(**options)
-def pull(v, first, kind, place, lo, inv_h, K, gA, gv):
+def pull(v, first, kind, place, grid, gA, gv):
     """gv = ∂E/∂v from gA = ∂E/∂A."""
     value = np.empty(LANES)
     slope = np.empty(LANES)
     for i in range(first.shape[0] - 1):
         for j in range(first[i], first[i + 1]):
             for k in range(j, first[i + 1]):
-                g = v[j, 0] * v[k, 0] + v[j, 1] * v[k, 1] + v[j, 2] * v[k, 2]
-                z = (arsinh(g) - lo) * inv_h
-                b = min(max(int(z), 0), K - WIDTH)
-                polynomial(VALUE, z - b, value)
-                polynomial(SLOPE, z - b, slope)
-                w = 2.0 if kind[j] == kind[k] and j != k else 1.0
-                steep = g * inv_h / np.sqrt(1.0 + g * g)
-                at = place[kind[j], kind[k]] * K + b
+                g, at, w, u = pair(v, kind, place, grid, j, k, value)
+                slope_of(g, u, grid, value, slope)
                 s = 0.0
                 for m in range(WIDTH):
-                    s += (value[m] + steep * slope[m]) * gA[i, at + m]
+                    s += value[m] * gA[i, at + m]
                 s *= w
                 for c in range(3):
                     gv[j, c] += s * v[k, c]
@@ -67,24 +77,17 @@ def pull(v, first, kind, place, lo, inv_h, K, gA, gv):
 
 
 @njit(**options)
-def push(v, first, kind, place, lo, inv_h, K, u, A):
+def push(v, first, kind, place, grid, u, A):
     """The adjoint of pull: A += ∂(g B)/∂g (u_j·v_k + v_j·u_k)."""
     value = np.empty(LANES)
     slope = np.empty(LANES)
     for i in range(first.shape[0] - 1):
         for j in range(first[i], first[i + 1]):
             for k in range(j, first[i + 1]):
-                g = v[j, 0] * v[k, 0] + v[j, 1] * v[k, 1] + v[j, 2] * v[k, 2]
-                z = (arsinh(g) - lo) * inv_h
-                b = min(max(int(z), 0), K - WIDTH)
-                polynomial(VALUE, z - b, value)
-                polynomial(SLOPE, z - b, slope)
-                w = 2.0 if kind[j] == kind[k] and j != k else 1.0
-                steep = g * inv_h / np.sqrt(1.0 + g * g)
+                g, at, w, z = pair(v, kind, place, grid, j, k, value)
+                slope_of(g, z, grid, value, slope)
                 dg = 0.0
                 for c in range(3):
                     dg += u[j, c] * v[k, c] + v[j, c] * u[k, c]
-                dg *= w
-                at = place[kind[j], kind[k]] * K + b
                 for m in range(WIDTH):
-                    A[i, at + m] += (value[m] + steep * slope[m]) * dg
+                    A[i, at + m] += value[m] * w * dg

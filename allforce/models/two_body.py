@@ -28,12 +28,13 @@ from allforce.config.section import Section, key
 from allforce.data.batch import Batch
 from allforce.data.prepare import Limit
 from allforce.data.sample import Sample
-from allforce.models.descriptor import Descriptor, Pull, by_autograd
+from allforce.models.descriptor import Descriptor
 from allforce.models.edges import Gram, GramPull
 from allforce.models.env_stat import environment_statistics, types_with_atoms
 from allforce.models.envmat import environment
 from allforce.models.layers import DTYPES, NOT_SMOOTH
 from allforce.models.moments import Geometry, Row
+from allforce.models.pull import Pull, by_autograd
 from allforce.models.sel import complete_sel
 from allforce.models.serial import refuse
 from allforce.models.spline import Grid

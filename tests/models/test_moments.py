@@ -45,9 +45,12 @@ def definition(r: torch.Tensor, C: torch.Tensor, g: Geometry) -> torch.Tensor:
     R = torch.cat([((R[:, 0] - avg) * radial)[:, None], R[:, 1:] * angular[:, None]], 1)
     distance = torch.linalg.vector_norm(r, dim=1, keepdim=True)
     Y = {"R": R, "w R": switch(distance, RS, RC) * R, "1": torch.ones_like(distance)}[g.row]
-    keep = g.used[tau, kind] & (distance[:, 0] >= CLOSE)
-    b, _, _ = g.grid.weights(R[:, 0].detach())
-    u = (R[:, 0] - g.grid.lo) / g.grid.h - b
+    used = g.used[tau, kind]
+    keep, x = used & (distance[:, 0] >= CLOSE), R[:, 0]
+    if g.row == "1":  # excluded neighbours are there, at x = 0
+        keep, x = keep | ~used, torch.where(used, x, 0.0)
+    b, _, _ = g.grid.weights(x.detach())
+    u = (x - g.grid.lo) / g.grid.h - b
     B = (u[:, None] ** torch.arange(WIDTH)) @ torch.from_numpy(polynomials()).T  # (E, WIDTH)
     rows = (g.group[kind] * g.grid.K + b)[:, None] + torch.arange(WIDTH)
     table = C[tau if len(C) > 1 else torch.zeros_like(tau)]  # (E, groups·K, M)
