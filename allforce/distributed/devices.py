@@ -84,11 +84,11 @@ def choose_threads(world: World, env: Env = os.environ, cores: int | None = None
 
 def crowded(threads: Threads, comm: Comm) -> list[str]:
     """A sentence for each host whose workers have more threads than they have CPUs; all workers call it."""
-    told = comm.gather([socket.gethostname(), threads.intra, sorted(os.sched_getaffinity(0))])
+    gathered = comm.gather([socket.gethostname(), threads.intra, sorted(os.sched_getaffinity(0))])
     sentences = []
-    for host in dict.fromkeys(name for name, _, _ in told):
-        counts = [n for name, n, _ in told if name == host]
-        cpus = {cpu for name, _, own in told if name == host for cpu in own}
+    for host in dict.fromkeys(name for name, _, _ in gathered):
+        counts = [n for name, n, _ in gathered if name == host]
+        cpus = {cpu for name, _, own in gathered if name == host for cpu in own}
         if sum(counts) > len(cpus):
             sentences.append(
                 f"{host}: {len(counts)} worker(s) with {sum(counts)} threads share {len(cpus)} CPUs, which makes steps"

@@ -42,8 +42,8 @@ def usage(comm: CountedComm) -> Usage:
 def write_profile(comm: CountedComm, folder: str = ".", env: Mapping[str, str] = os.environ) -> str:
     """Every rank writes its file and returns its name; all call it together."""
     comm.settle()
-    mine = usage(comm)  # before the two collectives that carry it
-    ranks = [Usage(**entry) for entry in comm.comm.gather(asdict(mine))]
+    own = usage(comm)  # before the two collectives that carry it
+    ranks = [Usage(**entry) for entry in comm.comm.gather(asdict(own))]
     job = comm.comm.gather(job_number(env) or os.getpid())[0]
     path = Path(folder) / f"mpi_profile.{job}.{comm.rank}"
     write_whole(path, profile_text(comm.record, ranks, comm.rank, comm.engine).encode())

@@ -88,22 +88,22 @@ def work(
         log.info(f"Configuration path: {args.INPUT}")
         if world.note:
             log.warning(world.note)
-    input = load_input(args.INPUT)
+    settings = load_input(args.INPUT)
     if args.recipe:
-        input, lines = with_recipe(input, args.INPUT)
+        settings, lines = with_recipe(settings, args.INPUT)
         if comm.rank == 0:
             log.info(f"the recipe changes {len(lines)} keys of {args.INPUT}:")
             for line in lines:
                 log.info(f"    {line}")
-    agree(comm, f"the input {args.INPUT}", hashlib.sha256(json.dumps(normalised(input)).encode()).hexdigest()[:16])
+    agree(comm, f"the input {args.INPUT}", hashlib.sha256(json.dumps(normalised(settings)).encode()).hexdigest()[:16])
     names = ("output", "restart", "init_model", "init_frz_model", "finetune", "skip_neighbor_stat")
     options = Options(args.INPUT, **{name: getattr(args, name) for name in (*names, "use_pretrain_script")})
     options.wall_time = None if args.max_wall_time is None else seconds_of(args.max_wall_time)
     try:
         if args.dry_run:
-            code = dry_run(input, options, comm, device, args.world_size).exit_code
+            code = dry_run(settings, options, comm, device, args.world_size).exit_code
         else:
-            code = run(input, options, world, comm, device, threads, collector, timeline=args.timeline).exit_code
+            code = run(settings, options, world, comm, device, threads, collector, timeline=args.timeline).exit_code
     except NothingToDo as reason:
         code = 0
         if comm.rank == 0:
@@ -299,9 +299,9 @@ def give_up(error: BaseException, comm: CountedComm, collector: CollectHandler |
     return code
 
 
-def resumed(input: str, command: list[str], begun: float) -> list[str]:
+def resumed(path: str, command: list[str], begun: float) -> list[str]:
     """The command that goes on from the newest intact checkpoint written since `begun`, else the same again."""
-    training = load_input(input).training
+    training = load_input(path).training
     prefix = Path(training.save_dir or ".") / training.save_ckpt
     if not any(path.stat().st_mtime >= begun for _, path in checkpoint.numbered(prefix)):
         return command

@@ -50,7 +50,7 @@ class Monitor:
         self.config, self.comm, self.device = config, comm, device
         self.trace = Tracer(events=LIMIT // comm.size if timeline is not None else 0)
         self.begun = self.since = perf_counter()
-        self.samples, self.steps, self.told = 0, 0, 0
+        self.samples, self.steps, self.shown_steps = 0, 0, 0
         self.before = self.first = self._so_far()
         self.last_row: dict[str, Any] = {}  # for who shows it otherwise
         self.sends, self.events = timeline is not None, 0  # the timeline's, of all ranks
@@ -96,13 +96,13 @@ class Monitor:
         """At a line of the learning curve; all ranks call it."""
         spans = self.comm.settle()
         now = self._so_far()
-        mine, self.before = difference(now, self.before), now
-        ranks = [RankTimes(**entry) for entry in self.comm.comm.gather(asdict(mine))]
+        spent, self.before = difference(now, self.before), now
+        ranks = [RankTimes(**entry) for entry in self.comm.comm.gather(asdict(spent))]
         if self.sends:
             self._tell_events(spans)
         if self.comm.rank == 0:
             self._write(step, rate, training, validation, ranks)
-        self.told = self.steps
+        self.shown_steps = self.steps
 
     def report(self) -> None:
         """The table of the whole run so far; all ranks call it."""
@@ -116,8 +116,8 @@ class Monitor:
 
     def ranks(self) -> list[RankTimes]:
         """What every rank has spent after the first step."""
-        mine = difference(self._so_far(), self.first)
-        return [RankTimes(**entry) for entry in self.comm.comm.gather(asdict(mine))]
+        spent = difference(self._so_far(), self.first)
+        return [RankTimes(**entry) for entry in self.comm.comm.gather(asdict(spent))]
 
     def finish(self) -> None:
         """The last words of a run that came to its end: the table, and the whole run in metrics.jsonl."""
@@ -157,7 +157,7 @@ class Monitor:
     def _write(
         self, step: int, rate: float, training: Figures, validation: Figures | None, ranks: list[RankTimes]
     ) -> None:
-        steps, wall = self.steps - self.told, max(r.wall for r in ranks)
+        steps, wall = self.steps - self.shown_steps, max(r.wall for r in ranks)
         shown = max(r.phases.get(VALIDATION, 0.0) + r.phases.get(DISPLAY, 0.0) for r in ranks)
         samples, seconds = sum(r.samples for r in ranks), wall - shown
         row: dict[str, Any] = {
@@ -179,10 +179,10 @@ class Monitor:
 
     def _tell_events(self, spans: list[tuple[str, float, float]]) -> None:
         events = self.trace.take_events() + [("main", *span) for span in spans if span[2] > span[1]]
-        told = self.comm.comm.gather(packed(events, self.comm.origin))
-        self.events += sum(len(rank["events"]) for rank in told)
+        gathered = self.comm.comm.gather(packed(events, self.comm.origin))
+        self.events += sum(len(rank["events"]) for rank in gathered)
         if self.timeline is not None:
-            self.timeline.add(told)
+            self.timeline.add(gathered)
         if self.events > LIMIT:
             self.sends, self.trace.room = False, 0
             if self.comm.rank == 0:
@@ -193,8 +193,8 @@ class Monitor:
         if self.profiler is not None:
             self.profiler.stop()
         if self.timeline is not None:
-            if self.sends and (mine := self.trace.take_events()):
-                rest = packed(mine, self.comm.origin)
+            if self.sends and (events := self.trace.take_events()):
+                rest = packed(events, self.comm.origin)
                 nothing: dict[str, Any] = {"names": [], "threads": [], "events": []}
                 self.timeline.add([rest] + [nothing] * (self.comm.size - 1))
             self.timeline.close()
