@@ -4,13 +4,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["DeepDipole", "DeepPolar", "DeepPot", "__version__"]
+__all__ = ["DeepDOS", "DeepDipole", "DeepPolar", "DeepPot", "__version__"]
 
 if TYPE_CHECKING:
+    from allforce.infer.dos import DeepDOS
     from allforce.infer.predict import DeepPot
     from allforce.infer.tensor import DeepDipole, DeepPolar
 
-HOMES = {"DeepPot": "predict", "DeepDipole": "tensor", "DeepPolar": "tensor"}
+HOMES = {"DeepPot": "predict", "DeepDipole": "tensor", "DeepPolar": "tensor", "DeepDOS": "dos"}
 
 
 def __getattr__(name: str) -> Any:

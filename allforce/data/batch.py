@@ -48,7 +48,7 @@ class Frame:
         )
 
 
-# name -> (per atom?, width): of a frame energy (1,), force (n, 3), virial (9,), atom_ener (n, 1), ...
+# name -> (per atom?, width): of a frame energy (1,), force (n, 3), virial (9,), atom_ener (n, 1), ...; 0: any width
 LABELS: dict[str, tuple[bool, int]] = {
     "energy": (False, 1),
     "force": (True, 3),
@@ -65,6 +65,8 @@ LABELS: dict[str, tuple[bool, int]] = {
     "polarizability": (False, 9),
     "atom_polarizability": (True, 9),
     "atom_weight": (True, 1),
+    "dos": (False, 0),
+    "atom_dos": (True, 0),
 }
 
 

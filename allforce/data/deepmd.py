@@ -228,7 +228,7 @@ class DeepmdSystem(System):
             if (value != value[:, :1]).any():
                 raise UserError(f"{where}: atom_pref.npy of frame {k} has different weights for x, y, z of an atom")
             value = value[:, 0]
-        return value.reshape(-1, width) if per_atom else value
+        return value.reshape(self.natoms, -1) if per_atom else value
 
     def _of_selected(self, name: str, value: np.ndarray, where: str) -> np.ndarray:
         """Rows (natoms, ·) from those of the atoms of some types: the ones whose atoms are as many as the rows."""
@@ -309,6 +309,8 @@ def _width(name: str, array: DiskArray, rows: int, natoms: int) -> int:
         **{x: [width if 0 < width < each * natoms and width % each == 0 else each * natoms] for x in OF_SELECTED},
         "fparam": [width],
         "aparam": [width if width % natoms == 0 and width > 0 else natoms],
+        "dos": [width],
+        "atom_dos": [width if width % natoms == 0 and width > 0 else natoms],
     }.get(name, [each * natoms if per_atom else each])
     if size != rows * width or width not in allowed:
         expected = " or ".join(f"({rows}, {w})" for w in allowed)

@@ -37,10 +37,13 @@ METRICS = {
     "virial_peratom": ("Virial MAE/Natoms", "Virial RMSE/Natoms", "eV"),
     "stress": ("Stress MAE", "Stress RMSE", "eV/Å³"),
     "atom_energy": ("Atomic ener MAE", "Atomic ener RMSE", "eV"),
+    "dos": ("DOS MAE", "DOS RMSE", "Occupation/eV"),
+    "dos_peratom": ("DOS MAE/Natoms", "DOS RMSE/Natoms", "Occupation/eV"),
+    "atom_dos": ("Atomic DOS MAE", "Atomic DOS RMSE", "Occupation/eV"),
     "dipole": ("Dipole MAE", "Dipole RMSE", "e·Å"),
     "dipole_norm": ("Dipole length MAE", "Dipole length RMSE", "e·Å"),
 }
-WANTED = (*DEFAULT, "atomic energy", "dipole", "dipole norm")
+WANTED = (*DEFAULT, "atomic energy", "dipole", "dipole norm", "dos", "atomic dos")
 NOT_AVERAGED = ("atom_energy",)
 
 
@@ -96,8 +99,9 @@ def chosen_frames(system: System, numb_test: int, rng: np.random.Generator | Non
 def test_system(
     dp: Evaluator, system: System, frames: np.ndarray, atomic: bool = False, details: Details | None = None
 ) -> dict[str, Errors]:
-    if atomic and "atom_ener" not in system.label_names:
-        raise UserError(f"{system.name}: has no atom_ener.npy, which --atomic needs. Leave out -a or add the labels.")
+    needed = "atom_dos" if "dos" in dp.model.outputs else "atom_ener"
+    if atomic and needed not in system.label_names:
+        raise UserError(f"{system.name}: has no {needed}.npy, which --atomic needs. Leave out -a or add the labels.")
     errors: dict[str, Errors] = {}
     for pairs in _chunks(dp, system, frames):
         for frame, result in pairs:
@@ -143,6 +147,12 @@ def differences(frame: Frame, result: Result, atomic: bool) -> Iterator[tuple[st
     for name, output in (("dipole", "dipole"), ("dipole_norm", "dipole norm")):
         if name in labels and output in result:
             yield name, result[output].ravel() - labels[name].ravel(), None
+    if "dos" in labels and "dos" in result:
+        d = result["dos"] - labels["dos"].ravel()
+        yield "dos", d, None
+        yield "dos_peratom", d / n, None
+    if atomic and "atom_dos" in labels and "atomic dos" in result:
+        yield "atom_dos", (result["atomic dos"] - labels["atom_dos"])[real], None
     if atomic and "atom_ener" in labels and "atomic energy" in result:
         yield "atom_energy", (result["atomic energy"] - labels["atom_ener"].ravel())[real], None
 
@@ -159,9 +169,10 @@ def log_errors(errors: dict[str, Errors]) -> None:
 
 
 class Details:
-    """The files PREFIX.e.out, .e_peratom.out, .f.out, .v.out, .v_peratom.out, .s.out; .dipole.out: labels, predictions.
+    """The files PREFIX.e.out, .e_peratom.out, .f.out, .v.out, .v_peratom.out, .s.out; .dipole.out; .dos.out.
 
-    A label that the data does not have is written as nan. The header names the first system; rows of later ones follow.
+    Labels, then predictions. A label that the data does not have is written as nan. The header names the first system;
+    rows of later ones follow.
     """
 
     def __init__(self, prefix: str):
@@ -174,6 +185,9 @@ class Details:
         if "dipole" in pairs[0][1]:
             d = np.array([np.concatenate([_label(f, "dipole", 3), r["dipole"]]) for f, r in pairs])
             self._save("dipole", " ".join(f"{which}_d{x}" for which in ("data", "pred") for x in "xyz"), d)
+        if "dos" in pairs[0][1]:  # a line for each energy of the grid
+            d = [np.stack([_label(f, "dos", r["dos"].size), r["dos"].ravel()], 1) for f, r in pairs]
+            self._save("dos", "data_dos pred_dos", np.concatenate(d))
         if "energy" in pairs[0][1]:
             self._potential(pairs, periodic)
 

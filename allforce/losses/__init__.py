@@ -1,7 +1,8 @@
-"""Losses: how far predictions are from their labels. LOSSES names them as loss/type of the input does."""
+"""Losses: how far predictions are from their labels. LOSSES has the names of loss/type, the default first."""
 
 from __future__ import annotations
 
+from allforce.losses.dos import DosLoss
 from allforce.losses.ener import EnerLoss
 from allforce.losses.loss import Loss
 from allforce.losses.pinn import PinnDipoleLoss, PinnLoss
@@ -12,4 +13,5 @@ LOSSES: dict[str, type[Loss]] = {
     "pinn": PinnLoss,
     "pinn_dipole": PinnDipoleLoss,
     "tensor": TensorLoss,
+    "dos": DosLoss,
 }

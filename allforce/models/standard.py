@@ -21,6 +21,7 @@ from allforce.errors import UserError
 from allforce.models.descriptor import Descriptor
 from allforce.models.descriptors import PLAIN
 from allforce.models.dipole import DipoleFitting
+from allforce.models.dos import DosFitting
 from allforce.models.ener import EnerFitting
 from allforce.models.fitting import EnergyFitting, Fitting
 from allforce.models.hybrid import Hybrid
@@ -31,7 +32,12 @@ from allforce.models.serial import part_named
 from allforce.models.table import TableConfig
 
 DESCRIPTORS: dict[str, type[Descriptor]] = {**PLAIN, "hybrid": Hybrid}
-FITTINGS: dict[str, type[Fitting]] = {"ener": EnerFitting, "dipole": DipoleFitting, "polar": PolarFitting}
+FITTINGS: dict[str, type[Fitting]] = {
+    "ener": EnerFitting,
+    "dipole": DipoleFitting,
+    "polar": PolarFitting,
+    "dos": DosFitting,
+}
 
 if TYPE_CHECKING:
     AnyDescriptor = Any

@@ -8,7 +8,7 @@ import torch
 from ase import Atoms
 from tiny import BOX, dp, rows, write_data, write_input
 
-from allforce import DeepDipole, DeepPolar, logs
+from allforce import DeepDipole, DeepDOS, DeepPolar, logs
 from allforce.cli import main
 from allforce.files import checkpoint
 from allforce.infer.ase import DP
@@ -150,6 +150,45 @@ def test_tensor_from_training_to_prediction(kind, reader, selected, folder, caps
         np.testing.assert_allclose(atoms.get_dipole_moment(), total[0], rtol=0, atol=1e-9)
     assert main(["test", "-m", "m.dp", "-s", "held"]) == 0 and "RMSE/sqrtN" in capsys.readouterr().err
     assert main(["eval-desc", "-m", "m.dp", "-s", "held"]) == 0 and np.load("desc/held.npy").shape == (6, 6, 24)
+
+
+@pytest.mark.parametrize("descriptor", ["pairs", "se_e2_r"])
+def test_density_of_states_from_training_to_prediction(descriptor, folder, capsys):
+    """Made-up densities: Gaussians of the energy, at a place and of a height that the neighbours give."""
+    grid = np.linspace(-1.0, 1.0, 7)
+    for system in ("small", "large", "held"):
+        types = np.loadtxt(folder / system / "type.raw", dtype=int)
+        x = np.load(folder / system / "set.000" / "coord.npy").reshape(-1, len(types), 3)
+        d = x[:, None, :, :] - x[:, :, None, :]
+        d -= BOX * np.round(d / BOX)
+        near = np.exp(-(d**2).sum(-1) / 4.0).sum(2)[..., None] - 1.0
+        of_atoms = (1.0 + types[:, None]) * np.exp(-4.0 * (grid - near + 0.5) ** 2)  # (frames, atoms, 7)
+        np.save(folder / system / "set.000" / "atom_dos.npy", of_atoms.reshape(len(x), -1))
+        np.save(folder / system / "set.000" / "dos.npy", of_atoms.sum(1))
+    section = PAIRS if descriptor == "pairs" else DESCRIPTORS[descriptor]
+    fitting = {"type": "dos", "numb_dos": 7, "neuron": [12, 12], "seed": 1}
+    loss = {"type": "dos"} | {f"{end}_pref_{t}": 1.0 for end in ("start", "limit") for t in ("dos", "cdf", "acdf")}
+    steps = {"training__numb_steps": 200, "training__disp_freq": 50, "training__save_freq": 100}
+    steps |= {"learning_rate__start_lr": 0.03, "learning_rate__decay_steps": 100}
+    train(folder, model__descriptor=section, model__fitting_net=fitting, loss=loss, **steps)
+    header = (folder / "lcurve.out").read_text().split()
+    assert [f"rmse_{t}_val" in header for t in ("dos", "ados", "cdf", "acdf")] == [True] * 4
+    table = np.array([[float(x) for x in row.split()] for row in rows(folder)])
+    assert table[-1, 5] < 0.7 * table[0, 5]  # of atoms, held out
+    for target in ("m.dp", "m.yaml"):
+        assert main(["freeze", "-o", target]) == 0
+    capsys.readouterr()
+    assert main(["test", "-m", "m.dp", "-s", "held", "-a", "-d", "detail"]) == 0
+    found = re.search(r"Atomic DOS RMSE +: (\S+)", capsys.readouterr().err)
+    assert found is not None and float(found[1]) == pytest.approx(table[-1, 5], rel=0.5)
+    x, types = np.load("held/set.000/coord.npy"), [0, 0, 1, 1, 1, 0]
+    cell = np.tile(np.eye(3).ravel() * BOX, (6, 1))
+    total, atomic = DeepDOS("m.dp").eval(x, cell, types, atomic=True)
+    assert DeepDOS("m.yaml").numb_dos == 7 and total.shape == (6, 7) and atomic.shape == (6, 6, 7)
+    np.testing.assert_allclose(atomic.sum(1), total, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(np.loadtxt("detail.dos.out")[:, 1], total.ravel(), rtol=0, atol=1e-9)
+    write_input(folder, model__fitting_net=fitting | {"numb_dos": 9}, loss=loss)
+    assert main(["train", "input.json"]) == 2 and "numb_dos is 9" in capsys.readouterr().err
 
 
 def test_what_does_not_go_together_is_told(folder, capsys):

@@ -63,10 +63,17 @@ CASES |= {
     "dipole": (PAIRS, {"type": "dipole"}, 0.1, {}),
     "dipole_selected": (ATTEN, {"type": "dipole"}, 0.0, {"atom_exclude_types": [1]}),
     "polar": (PAIRS, {"type": "polar", "scale": [1.0, 2.0, 0.5]}, 0.1, {}),
+    "dos": (PAIRS, {"type": "dos", "numb_dos": 7}, 0.1, {}),
+    "dos_mixed": (ATTEN, {"type": "dos", "numb_dos": 5}, 0.0, {"atom_exclude_types": [1]}),
     "polar_full": (PAIRS, {"type": "polar", "fit_diag": False, "shift_diag": False}, 0.1, {}),
 }  # fmt: skip
 BY_TENSORFLOW = ("dpa1_forces", "dpa1_strip_forces", "se_e2_r", "se_e3", "hybrid")
-NAMES = {"energy": "atom_energy", "dipole": "dipole", "polar": "polar"}  # our output -> theirs, of atoms
+NAMES = {
+    "energy": "atom_energy",
+    "dos": "atom_dos",
+    "dipole": "dipole",
+    "polar": "polar",
+}  # our output -> theirs, of atoms
 
 
 def section(name: str) -> dict[str, Any]:

@@ -208,7 +208,7 @@ BAD = {
         "Layer has version 3",
     ),
     "descriptor": (_set(*DESCRIPTOR, "type", value="dpa3"), "descriptor of type 'dpa3' is not supported.*se_e2_a"),
-    "fitting": (_set("model", "fitting", "type", value="dos"), "fitting_net of type 'dos' is not supported"),
+    "fitting": (_set("model", "fitting", "type", value="property"), "fitting_net of type 'property' is not supported"),
     "model type": (_set("model", "type", value="linear_ener"), "model type 'linear_ener' is not supported"),
     "spin": (_set("model", "fitting", "spin", value={"a": 1}), "'spin'"),
     "tot_ener_zero": (_set("model", "fitting", "tot_ener_zero", value=True), "'tot_ener_zero': True"),
