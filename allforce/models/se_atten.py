@@ -38,6 +38,7 @@ from allforce.models.two_body import Moments, TwoBodyConfig, sum_over_edges
 from allforce.models.type_embedding import TypeEmbedding
 
 CHECKED = 256  # pairs of types whose curves the error of the table is measured on, at most
+ROWS = 2048  # neighbours that attention layers take at a time on a CPU: what passes between them stays in the cache
 WORTH = 4  # the table pays as long as its rows are fewer than this times the edges
 
 Slots = (
@@ -289,11 +290,17 @@ class SeAtten(Moments):
 
         used = self.used[batch.type[i], batch.edges.type[j]][:, None]
         mask = dense(used.to(w.dtype))[:, :, 0] > 0
-        at = Neighbors(mask, dense(w * used)[:, :, 0], dense(F.normalize(R[:, 1:])), self.nnei - mask.sum(1))
-        G = dense(G)
+        columns = (mask, dense(w * used)[:, :, 0], dense(F.normalize(R[:, 1:])), self.nnei - mask.sum(1))
+        at_once = max(1, ROWS // max(n, 1)) if i.device.type == "cpu" else N
+        parts = []
+        for g, rows, *some in zip(*(x.split(at_once) for x in (dense(G), dense(R), *columns)), strict=True):
+            parts.append(rows.transpose(1, 2) @ self.layers(g, Neighbors(*some)))
+        return torch.cat(parts)
+
+    def layers(self, G: Tensor, at: Neighbors) -> Tensor:
         for layer in self.attention:
             G = layer(G, at)
-        return dense(R).transpose(1, 2) @ G
+        return G
 
     # ---- the same on the table, with derivatives written by hand
 

@@ -116,6 +116,15 @@ def test_the_table_gives_way_where_it_does_not_pay(monkeypatch):
     assert model.descriptor.on_table(few)
 
 
+def test_attention_of_few_atoms_at_a_time(monkeypatch):
+    model, frame = small_model(ATTEN | {"attn_layer": 2}, ntypes=3), structure(3, 9, 3)
+    whole = evaluate(model, frame)
+    monkeypatch.setattr(se_atten, "ROWS", 1)
+    some = evaluate(model, frame)
+    for name in ("energy", "forces", "virial"):
+        torch.testing.assert_close(getattr(some, name), getattr(whole, name), rtol=1e-12, atol=1e-12)
+
+
 def test_not_smooth_attention_has_forces_of_its_energy():
     """Without smooth_type_embedding neighbours enter at rcut with a jump, as in DeePMD-kit; elsewhere all is well."""
     model = small_model(ATTEN | {"attn_layer": 2, "scaling_factor": 2.0, "ln_eps": 1e-3})
