@@ -186,8 +186,8 @@ class Details:
             d = np.array([np.concatenate([_label(f, "dipole", 3), r["dipole"]]) for f, r in pairs])
             self._save("dipole", " ".join(f"{which}_d{x}" for which in ("data", "pred") for x in "xyz"), d)
         if "dos" in pairs[0][1]:  # a line for each energy of the grid
-            d = [np.stack([_label(f, "dos", r["dos"].size), r["dos"].ravel()], 1) for f, r in pairs]
-            self._save("dos", "data_dos pred_dos", np.concatenate(d))
+            columns = [np.stack([_label(f, "dos", r["dos"].size), r["dos"].ravel()], 1) for f, r in pairs]
+            self._save("dos", "data_dos pred_dos", np.concatenate(columns))
         if "energy" in pairs[0][1]:
             self._potential(pairs, periodic)
 
