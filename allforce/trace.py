@@ -78,7 +78,7 @@ class Span:
         total.count += 1
         total.seconds += took
         total.own += took - self.inner
-        if len(lane.events) < self.tracer.room:
+        if len(lane.events) < self.tracer.max_events:
             lane.events.append((self.name, self.begun, end))
 
 
@@ -86,7 +86,7 @@ class Tracer:
     """Sums of the phases of all threads; of up to `events` in each, until they are taken, also begin and end."""
 
     def __init__(self, events: int = 0):
-        self.room = events
+        self.max_events = events
         self.mirror: Callable[[str], Any] | None = None  # torch.profiler.record_function, when that runs as well
         self.lanes: list[Lane] = []
         self._local = threading.local()

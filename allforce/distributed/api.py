@@ -79,7 +79,7 @@ def init(engine: str = "auto") -> None:
         comm = CountedComm(comm, exact=True)
     _team = Team(world, comm, own, profile, timeline)
     if timeline:
-        _team.trace.room = LIMIT // comm.size
+        _team.trace.max_events = LIMIT // comm.size
         _team.until_the_end.enter_context(_team.trace.installed())
     sys.excepthook = _give_up  # torch has put its own in the way
     atexit.register(shutdown)

@@ -48,7 +48,7 @@ class Monitor:
         append: bool = False,
     ):
         self.config, self.comm, self.device = config, comm, device
-        self.trace = Tracer(events=LIMIT // comm.size if timeline is not None else 0)
+        self.trace = Tracer(events=LIMIT // comm.size + 1 if timeline is not None else 0)
         self.begun = self.since = perf_counter()
         self.samples, self.steps, self.shown_steps = 0, 0, 0
         self.before = self.first = self._so_far()
@@ -184,7 +184,7 @@ class Monitor:
         if self.timeline is not None:
             self.timeline.add(gathered)
         if self.events > LIMIT:
-            self.sends, self.trace.room = False, 0
+            self.sends, self.trace.max_events = False, 0
             if self.comm.rank == 0:
                 log.info(f"the timeline has {self.events} events and ends here: a browser shows not many more")
 
