@@ -61,7 +61,7 @@ def by_lammps(step: float, number: int, folder: Path, threads: int) -> np.ndarra
 def by_ase(step: float, number: int, folder: Path, threads: int) -> np.ndarray:
     args = [str(python_of("ours")), "-c", ASE, str(step), str(number)]
     lines, _ = spawn(args, folder, environment("ours", threads))
-    return np.array([text.split()[1:] for _, text in lines if text.startswith("row ")], dtype=float)
+    return np.array([line.text.split()[1:] for line in lines if line.text.startswith("row ")], dtype=float)
 
 
 def main() -> None:

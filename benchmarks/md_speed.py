@@ -186,7 +186,7 @@ def compare_lammps(args: argparse.Namespace, folder: Path, names: list[str]) -> 
 # --- ASE and many frames -------------------------------------------------------------------------------------------
 def python_times(code: str, arguments: list[str], folder: Path, threads: int) -> list[list[str]]:
     lines, _ = spawn([str(python_of("ours")), "-c", code, *arguments], folder, environment("ours", threads))
-    return [text.split() for _, text in lines]
+    return [line.text.split() for line in lines]
 
 
 def in_ms(label: str, t: list[float]) -> list[str]:
