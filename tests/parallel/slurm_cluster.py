@@ -106,6 +106,7 @@ class SlurmCluster:
             time.sleep(0.2)
 
     def __exit__(self, *_) -> None:
+        self.cancel_jobs()
         for daemon in reversed(self.daemons):
             daemon.terminate()
         for daemon in self.daemons:
@@ -116,6 +117,16 @@ class SlurmCluster:
                 daemon.wait()
         for step in self.steps():  # a step whose slurmd went first stays behind
             step.kill()
+
+    def cancel_jobs(self) -> None:
+        """A test that failed half-way leaves its job, whose processes would outlive the cluster."""
+        if len(self.daemons) < 3:
+            return
+        subprocess.run([str(find("scancel")), "--full", "--state=RUNNING"], env=self.environment, capture_output=True)
+        subprocess.run([str(find("scancel")), "--state=PENDING"], env=self.environment, capture_output=True)
+        deadline = time.monotonic() + 15
+        while not self.idle() and time.monotonic() < deadline:
+            time.sleep(0.2)
 
     def steps(self) -> list[psutil.Process]:
         """slurmstepd of this cluster and of no other."""
