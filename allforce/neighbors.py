@@ -118,6 +118,15 @@ def check_distances(i: np.ndarray, j: np.ndarray, r: np.ndarray, where: str, ord
     return d
 
 
+@njit(cache=True, nogil=True)
+def neighbor_counts(i, j, types, atoms, ntypes):
+    """(atoms, ntypes) neighbours of each type that a centre has."""
+    count = np.zeros((atoms, ntypes), np.int64)
+    for e in range(len(i)):
+        count[i[e], types[j[e]]] += 1
+    return count
+
+
 def limit_neighbors(
     i: np.ndarray, j: np.ndarray, r: np.ndarray, types: np.ndarray, most: Sequence[int] | np.ndarray | int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
@@ -128,10 +137,10 @@ def limit_neighbors(
     if isinstance(most, int):
         most, types = [most], np.zeros_like(types)
     most = np.asarray(most, dtype=np.int64)
-    group = i * np.int64(len(most)) + types[j]  # (E,) one number per centre and neighbour type
-    count = np.bincount(group, minlength=len(types) * len(most)).reshape(-1, len(most))
+    count = neighbor_counts(i, j, types, len(types), len(most))
     if (count <= most).all():
         return i, j, r, 0
+    group = i * np.int64(len(most)) + types[j]  # (E,) one number per centre and neighbour type
     order = np.lexsort((np.einsum("ea,ea->e", r, r), group))  # by group, then by distance
     first = np.cumsum(count.ravel()) - count.ravel()
     rank = np.empty(len(i), dtype=np.int64)

@@ -169,26 +169,28 @@ def collate(
         i = np.repeat(np.arange(len(count)), count)
         j = join([p[e[1]] for p, (_, e) in zip(places, parts, strict=True)], firsts)
     return Batch(
-        type=_int(centers),
-        frame=_int(join([np.full(len(f.type), k) for k, f in enumerate(frames)])),
-        natoms=_float(np.array([len(f.type) for f in frames])),
-        lowest=_int(np.array([f.type.min(initial=ntypes) for f in frames])),
+        type=int_tensor(centers),
+        frame=int_tensor(join([np.full(len(f.type), k) for k, f in enumerate(frames)])),
+        natoms=float_tensor(np.array([len(f.type) for f in frames])),
+        lowest=int_tensor(np.array([f.type.min(initial=ntypes) for f in frames])),
         type_counts=join.type_counts,
-        coord=_float(join([f.coord for f in frames])),
-        cell=_float(np.stack([np.zeros((3, 3)) if f.cell is None else f.cell for f in frames])) if periodic else None,
+        coord=float_tensor(join([f.coord for f in frames])),
+        cell=float_tensor(np.stack([np.zeros((3, 3)) if f.cell is None else f.cell for f in frames]))
+        if periodic
+        else None,
         edges=Edges(
-            i=_int(i),
-            j=_int(j),
-            r=_float(join([e[2] for _, e in parts], firsts)),
-            first=_int(np.concatenate([[0], np.cumsum(count)])),
-            type=_int(types),
+            i=int_tensor(i),
+            j=int_tensor(j),
+            r=float_tensor(join([e[2] for _, e in parts], firsts)),
+            first=int_tensor(np.concatenate([[0], np.cumsum(count)])),
+            type=int_tensor(types),
             type_counts=tuple(np.bincount(types, minlength=ntypes).tolist()),
             nearest=min(_nearest(e[2]) for _, e in parts),
         ),
-        order=_int(join(order)),
+        order=int_tensor(join(order)),
         labels={x: _label(x, [f.labels[x] for f in frames], join) for x in labels},
-        fparam=None if frames[0].fparam is None else _float(np.stack([_given(f.fparam) for f in frames])),
-        aparam=None if frames[0].aparam is None else _float(join([_given(f.aparam) for f in frames])),
+        fparam=None if frames[0].fparam is None else float_tensor(np.stack([_given(f.fparam) for f in frames])),
+        aparam=None if frames[0].aparam is None else float_tensor(join([_given(f.aparam) for f in frames])),
         name=name,
     )
 
@@ -205,9 +207,10 @@ def collate_parts(frames: list[Frame], parts: list[Part], ntypes: int, name: str
     own = None
     if any(p.own is not None for p in parts):
         masks = [np.ones(p.centers) if p.own is None else p.own for p in parts]
-        own = _float(_Join([f.type for f in centers], ntypes)(masks))
+        own = float_tensor(_Join([f.type for f in centers], ntypes)(masks))
     return replace(
-        whole, part=replace(part, natoms=whole.natoms, lowest=whole.lowest, rows=_int(np.concatenate(rows)), own=own)
+        whole,
+        part=replace(part, natoms=whole.natoms, lowest=whole.lowest, rows=int_tensor(np.concatenate(rows)), own=own),
     )
 
 
@@ -267,7 +270,7 @@ def _sorted(frame: Frame, edges: Pairs) -> tuple[Frame, Pairs]:
 def _label(name: str, values: list[np.ndarray], join: _Join) -> torch.Tensor:
     per_atom, width = LABELS[name]
     value = join(values) if per_atom else np.stack(values)
-    return _float(value[:, 0] if width == 1 else value)
+    return float_tensor(value[:, 0] if width == 1 else value)
 
 
 def _given(x: np.ndarray | None) -> np.ndarray:
@@ -275,9 +278,9 @@ def _given(x: np.ndarray | None) -> np.ndarray:
     return x
 
 
-def _int(x: np.ndarray) -> torch.Tensor:
+def int_tensor(x: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.require(x, np.int64, ["C", "W"]))  # a tensor is writable: what is not is copied
 
 
-def _float(x: np.ndarray) -> torch.Tensor:
+def float_tensor(x: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.require(x, np.float64, ["C", "W"]))

@@ -81,7 +81,20 @@ class DP(Calculator):
         self.wanted = [name for name in WANTED if name in outputs]
         self.steps = Steps(self.dp, skin, self.wanted)
         self._far: float | None = None  # Å, how far an atom was from where rank 0 had it, at most
+        self._numbers: np.ndarray | None = None  # (n,) atomic numbers of the last structure, and their types
+        self._types = np.zeros(0, np.int64)
         self._virial = False  # asked for once, it is computed with everything else from then on
+
+    def check_state(self, atoms: Atoms, tol: float = 1e-15) -> list[str]:
+        """What changed since the last call, to the bit: ASE's own comparison within tol takes a millisecond a step."""
+        old = self.atoms
+        if old is None:
+            return list(all_changes)
+        equal = {"cell": np.array_equal(old.cell.array, atoms.cell.array), "pbc": np.array_equal(old.pbc, atoms.pbc)}
+        for name in set(all_changes) - equal.keys():
+            a, b = old.arrays.get(name), atoms.arrays.get(name)
+            equal[name] = a is b if a is None or b is None else np.array_equal(a, b)
+        return [name for name in all_changes if not equal[name]]
 
     def calculate(
         self, atoms: Atoms | None = None, properties: Any = ("energy",), system_changes: Any = all_changes
@@ -124,18 +137,13 @@ class DP(Calculator):
             atoms.arrays["momenta"][:] = first[2]
 
     def _frame(self, atoms: Atoms) -> Frame:
-        symbols = atoms.get_chemical_symbols()
-        unknown = sorted({s for s in symbols if s not in self.type_dict})
-        if unknown:
-            raise UserError(
-                f"The structure holds {', '.join(unknown)}, which the model does not know; its types are "
-                f"{', '.join(self.type_dict)}. If these are not element names, give type_dict={{symbol: type}}."
-            )
+        if self._numbers is None or not np.array_equal(self._numbers, atoms.numbers):
+            self._types, self._numbers = self._types_of(atoms), atoms.numbers.copy()
         aparam = atoms.info.get("aparam", atoms.arrays.get("aparam"))
         width, n = self.dp.get_dim_aparam(), len(atoms)
         frame = Frame(
             coord=atoms.get_positions(),
-            type=np.array([self.type_dict[s] for s in symbols], dtype=np.int64),
+            type=self._types,
             cell=np.array(atoms.cell) if atoms.pbc.any() else None,
             fparam=None if "fparam" not in atoms.info else np.atleast_1d(np.asarray(atoms.info["fparam"], float)),
             aparam=None
@@ -143,6 +151,16 @@ class DP(Calculator):
             else np.broadcast_to(np.reshape(aparam, (-1, width)), (n, width)),
         )
         return self.dp.checked(frame)
+
+    def _types_of(self, atoms: Atoms) -> np.ndarray:
+        symbols = atoms.get_chemical_symbols()
+        unknown = sorted({s for s in symbols if s not in self.type_dict})
+        if unknown:
+            raise UserError(
+                f"The structure holds {', '.join(unknown)}, which the model does not know; its types are "
+                f"{', '.join(self.type_dict)}. If these are not element names, give type_dict={{symbol: type}}."
+            )
+        return np.array([self.type_dict[s] for s in symbols], dtype=np.int64)
 
 
 def evaluator_of(model: str | Path | Model, table: str, parallel: bool = True) -> Evaluator:

@@ -8,17 +8,18 @@ is now at least σ_min(F)·(rcut + skin) − 2d apart, so the list serves while 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 import numpy as np
 from ase.geometry import complete_cell
 
 from allforce.data.batch import Batch, Frame
 from allforce.data.blocks import pairs_of_block, part_of
-from allforce.data.loader import collate, collate_parts
+from allforce.data.loader import collate, collate_parts, float_tensor, int_tensor
 from allforce.infer.evaluate import Evaluator
 from allforce.infer.predict import DEFAULT
 from allforce.infer.workers import divisible
-from allforce.neighbors import TOUCHING, check_distances, neighbor_list, pairs_within
+from allforce.neighbors import TOUCHING, Pairs, check_distances, neighbor_list, pairs_within
 
 PERIODIC = np.array([True, True, True])
 
@@ -56,8 +57,8 @@ class SkinList:
         moved = frame.coord - old.coord @ F
         return moved - np.rint(moved @ np.linalg.inv(frame.cell)) @ frame.cell, F
 
-    def pairs(self, frame: Frame, pbc: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-        """The pairs of the frame within rcut, None when one could be missing from the list."""
+    def pairs(self, frame: Frame, pbc: np.ndarray) -> tuple[Pairs, float] | None:
+        """The pairs of the frame within rcut and the smallest distance; None when a pair could be missing."""
         found = self.moved(frame, pbc)
         if found is None:
             return None
@@ -71,7 +72,7 @@ class SkinList:
         i, j, r, nearest = pairs_within(coord, cell, self.i, self.j, self.shift, self.rcut)
         if nearest < TOUCHING:
             check_distances(i, j, r, "the structure", frame.order)
-        return i, j, r
+        return (i, j, r), nearest
 
 
 class Steps:
@@ -87,24 +88,44 @@ class Steps:
         self.block = (workers.rank, workers.size) if self.splits else (0, 1)
         self.rebuilds = 0  # neighbour lists built so far
         self._list: SkinList | None = None
+        self._last: tuple[Frame, Batch] | None = None
 
     def batch(self, frame: Frame, pbc: np.ndarray = PERIODIC) -> Batch:
         return self.evaluator.workers.attempt(lambda: self._batch(frame.by_type(), pbc)).to(self.evaluator.device)
 
     def _batch(self, frame: Frame, pbc: np.ndarray) -> Batch:
-        pairs = None if self._list is None else self._list.pairs(frame, pbc)
-        if pairs is None:
+        found = None if self._list is None else self._list.pairs(frame, pbc)
+        if found is None:
             limit = self.evaluator.needs.limit
             self._list = SkinList(frame, pbc, limit.rcut, self.skin, self.block, limit.depth)
             self.rebuilds += 1
-            pairs = self._list.pairs(frame, pbc)
-            assert pairs is not None, "a new list serves the frame that it was made of"
+            found = self._list.pairs(frame, pbc)
+            assert found is not None, "a new list serves the frame that it was made of"
+        pairs, nearest = found
         limited = self.evaluator.preparation.limited(*pairs, frame.type, "the structure")
         if not self.splits:
-            return collate([frame], [limited], self.evaluator.get_ntypes())
+            return self._whole(frame, limited, nearest)
         assert self._list is not None
         part = part_of(self._list.own, self._list.centers, limited, len(frame.type))
         return collate_parts([frame], [part], self.evaluator.get_ntypes())
+
+    def _whole(self, frame: Frame, pairs: Pairs, nearest: float) -> Batch:
+        """The frame alone in a batch; all but places and edges is that of the step before, where that had its atoms."""
+        if self._last is None or not same_atoms(self._last[0], frame):
+            self._last = frame, collate([frame], [pairs], self.evaluator.get_ntypes())
+        batch = self._last[1]
+        first = int_tensor(np.searchsorted(pairs[0], np.arange(len(frame.type) + 1)))
+        i, j, r = int_tensor(pairs[0]), int_tensor(pairs[1]), float_tensor(pairs[2])
+        edges = replace(batch.edges, i=i, j=j, r=r, first=first, nearest=nearest)
+        cell = None if frame.cell is None else float_tensor(frame.cell)[None]
+        return replace(batch, coord=float_tensor(frame.coord), cell=cell, edges=edges)
+
+
+def same_atoms(a: Frame, b: Frame) -> bool:
+    """The same atoms in the same order, without parameters of their own."""
+    parameters = (x for f in (a, b) for x in (f.fparam, f.aparam))
+    same_order = a.order is b.order if a.order is None or b.order is None else np.array_equal(a.order, b.order)
+    return all(x is None for x in parameters) and np.array_equal(a.type, b.type) and same_order and a.nfile == b.nfile
 
 
 def search_cell(frame: Frame, pbc: np.ndarray, reach: float) -> np.ndarray | None:

@@ -137,11 +137,13 @@ def splines_at(x, grid, value):
 
 @njit(**options)
 def moments(r, j, first, types, center, used, group, grid, weighted, piece, sel, A):
-    """A[i, :, (t − piece[0])·K + k] += w_e B_k(x_e) R̂_e over the edges of i, and empty slots of `sel`; t a group."""
+    """A[i, :, (t − piece[0])·K + k] = Σ w_e B_k(x_e) R̂_e over the edges of i, and empty slots of `sel`; t a group."""
     value = np.empty(LANES)
     c, b, t = edge_buffers(first)
+    row = np.empty(A.shape[1:])  # of one atom, in float64 and in the cache
     K = grid[6]
     for i in range(first.shape[0] - 1):
+        row[:] = 0.0
         empty = sel.copy()
         edges_of_atom(i, r, j, first, types, center, used, group, grid, weighted, piece, c, b, t)
         for n in range(first[i + 1] - first[i]):
@@ -153,15 +155,16 @@ def moments(r, j, first, types, center, used, group, grid, weighted, piece, sel,
             polynomial(VALUE, c[8, n], value)
             k = t[n] * K + b[n]
             for m in range(WIDTH):
-                A[i, 0, k + m] += value[m] * x
-                A[i, 1, k + m] += value[m] * vx
-                A[i, 2, k + m] += value[m] * vy
-                A[i, 3, k + m] += value[m] * vz
+                row[0, k + m] += value[m] * x
+                row[1, k + m] += value[m] * vx
+                row[2, k + m] += value[m] * vy
+                row[3, k + m] += value[m] * vz
         x = -center[types[i], 0] * center[types[i], 1]
         k = splines_at(x, grid, value)
         for g in range(piece[0], piece[1]):
             for m in range(WIDTH):
-                A[i, 0, (g - piece[0]) * K + k + m] += max(empty[g], 0.0) * value[m] * x
+                row[0, (g - piece[0]) * K + k + m] += max(empty[g], 0.0) * value[m] * x
+        A[i] = row
 
 
 @njit(**options)
@@ -204,12 +207,14 @@ def pull(r, j, first, types, center, used, group, grid, weighted, piece, gA, g):
 
 @njit(**options)
 def push(r, j, first, types, center, used, group, grid, weighted, piece, u, A):
-    """The adjoint of pull: A += Σ_e ∂(B R̂)/∂r_e · u_e."""
+    """The adjoint of pull: A = Σ_e ∂(B R̂)/∂r_e · u_e."""
     value = np.empty(LANES)
     slope = np.empty(LANES)
     c, b, t = edge_buffers(first)
+    row = np.empty(A.shape[1:])  # of one atom, in float64 and in the cache
     inv_h, K = grid[5], grid[6]
     for i in range(first.shape[0] - 1):
+        row[:] = 0.0
         edges_of_atom(i, r, j, first, types, center, used, group, grid, weighted, piece, c, b, t)
         for n in range(first[i + 1] - first[i]):
             if t[n] < 0:
@@ -230,19 +235,22 @@ def push(r, j, first, types, center, used, group, grid, weighted, piece, u, A):
             w = inv_h * dx * q
             wx, wy, wz = w * nx, w * ny, w * nz
             for m in range(WIDTH):
-                A[i, 0, k + m] += slope[m] * w0 + value[m] * dy
-                A[i, 1, k + m] += slope[m] * wx + value[m] * vx
-                A[i, 2, k + m] += slope[m] * wy + value[m] * vy
-                A[i, 3, k + m] += slope[m] * wz + value[m] * vz
+                row[0, k + m] += slope[m] * w0 + value[m] * dy
+                row[1, k + m] += slope[m] * wx + value[m] * vx
+                row[2, k + m] += slope[m] * wy + value[m] * vy
+                row[3, k + m] += slope[m] * wz + value[m] * vz
+        A[i] = row
 
 
 @njit(**options)
 def radial_moments(r, j, first, types, center, used, group, grid, weighted, piece, sel, A):
-    """A[i, 0, (t − piece[0])·K + k] += B_k(x_e): the number 1 for a row; neighbours of excluded types are at x = 0."""
+    """A[i, 0, (t − piece[0])·K + k] = Σ B_k(x_e): the number 1 for a row; neighbours of excluded types are at x = 0."""
     value = np.empty(LANES)
     c, b, t = edge_buffers(first)
+    row = np.empty(A.shape[1:])  # of one atom, in float64 and in the cache
     K = grid[6]
     for i in range(first.shape[0] - 1):
+        row[:] = 0.0
         empty = sel.copy()
         edges_of_atom(i, r, j, first, types, center, used, group, grid, weighted, piece, c, b, t)
         for n in range(first[i + 1] - first[i]):
@@ -251,15 +259,16 @@ def radial_moments(r, j, first, types, center, used, group, grid, weighted, piec
             if t[n] >= 0:
                 polynomial(VALUE, c[8, n], value)
                 for m in range(WIDTH):
-                    A[i, 0, t[n] * K + b[n] + m] += value[m]
+                    row[0, t[n] * K + b[n] + m] += value[m]
             elif not used[types[i], kind] and piece[0] <= group[kind] < piece[1]:
                 k = splines_at(0.0, grid, value)
                 for m in range(WIDTH):
-                    A[i, 0, (group[kind] - piece[0]) * K + k + m] += value[m]
+                    row[0, (group[kind] - piece[0]) * K + k + m] += value[m]
         k = splines_at(-center[types[i], 0] * center[types[i], 1], grid, value)
         for g in range(piece[0], piece[1]):
             for m in range(WIDTH):
-                A[i, 0, (g - piece[0]) * K + k + m] += max(empty[g], 0.0) * value[m]
+                row[0, (g - piece[0]) * K + k + m] += max(empty[g], 0.0) * value[m]
+        A[i] = row
 
 
 @njit(**options)
@@ -287,8 +296,10 @@ def radial_push(r, j, first, types, center, used, group, grid, weighted, piece, 
     """The adjoint of radial_pull."""
     slope = np.empty(LANES)
     c, b, t = edge_buffers(first)
+    row = np.empty(A.shape[1:])  # of one atom, in float64 and in the cache
     inv_h, K = grid[5], grid[6]
     for i in range(first.shape[0] - 1):
+        row[:] = 0.0
         edges_of_atom(i, r, j, first, types, center, used, group, grid, weighted, piece, c, b, t)
         for n in range(first[i + 1] - first[i]):
             if t[n] < 0:
@@ -297,7 +308,8 @@ def radial_push(r, j, first, types, center, used, group, grid, weighted, piece, 
             e = first[i] + n
             dx = (u[e, 0] * c[4, n] + u[e, 1] * c[5, n] + u[e, 2] * c[6, n]) * c[1, n] * inv_h
             for m in range(WIDTH):
-                A[i, 0, t[n] * K + b[n] + m] += slope[m] * dx
+                row[0, t[n] * K + b[n] + m] += slope[m] * dx
+        A[i] = row
 
 
 @njit(**options)
@@ -317,6 +329,24 @@ def edges_of_atoms(i, j, v, out):
         a, b = i[e], j[e]
         for c in range(3):
             out[e, c] = v[a, c] - v[b, c]
+
+
+@njit(**options)
+def square(T, D):
+    """D_n = T_nᵀ T_n[:, :M2] for T (N, 4, M1), D (N, M1, M2)."""
+    M1, M2 = D.shape[1], D.shape[2]
+    t = np.empty((4, M2), dtype=T.dtype)  # the first M2 columns, close together
+    row = np.empty(M2, dtype=T.dtype)
+    for n in range(D.shape[0]):
+        for c in range(4):
+            for b in range(M2):
+                t[c, b] = T[n, c, b]
+        for a in range(M1):
+            t0, t1, t2, t3 = T[n, 0, a], T[n, 1, a], T[n, 2, a], T[n, 3, a]
+            for b in range(M2):
+                row[b] = t0 * t[0, b] + t1 * t[1, b] + t2 * t[2, b] + t3 * t[3, b]
+            for b in range(M2):
+                D[n, a, b] = row[b]
 
 
 @njit(**options)

@@ -66,8 +66,9 @@ class Geometry:
         return [(t, min(t + most, groups)) for t in range(0, groups, most)]
 
     def new_moments(self, begin: int, end: int) -> Tensor:
+        """An array for them, not yet filled."""
         shape = (len(self.type), self.width, (end - begin) * self.grid.K)
-        return torch.zeros(shape, dtype=self.dtype, device=self.type.device)
+        return torch.empty(shape, dtype=self.dtype, device=self.type.device)
 
     def blocks(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """Rows (N·c, ·) of the atoms of each centre type: atoms are sorted by type."""
@@ -204,7 +205,7 @@ class Eager:
 
     @staticmethod
     def scatter(place: Tensor, values: Tensor, g: Geometry, begin: int, end: int) -> Tensor:
-        A = g.new_moments(begin, end)
+        A = g.new_moments(begin, end).zero_()
         A.view(-1).index_add_(0, place.reshape(-1), values.reshape(-1).to(A.dtype))
         return A
 

@@ -97,7 +97,9 @@ def forward_and_back(net: Net, x: Tensor, second: bool, e: Tensor, gradient: Ten
         tape.append(activate(layer, torch.addmm(layer.b, x, layer.w), x, second))
         x = tape[-1].a
     e.copy_(torch.addmm(last.b, x, last.w)[:, 0])
-    G = last.w[:, 0].repeat(len(x), 1)
+    G = last.w[:, 0].expand(len(x), -1)
+    if second:  # the compiled loops of the second derivative want it in one piece
+        G = G.contiguous()
     if not hidden:
         gradient.copy_(G)
     for n in reversed(range(len(hidden))):

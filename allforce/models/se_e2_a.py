@@ -136,12 +136,15 @@ class SeE2A(Moments):
 
     def embed_table(self, batch: Batch, r: Tensor) -> tuple[Tensor, Pull]:
         geometry = self.geometry(batch, r, batch.type_counts, self.sel)
-        K = geometry.grid.K
-        C = self.table.coefficients(self.nets).transpose(0, 1) / self.nnei  # (nets, K, M1)
+        C = self.table.coefficients(self.nets, self.by_center)
+        return TableSum.apply(C, geometry), lambda gT: TablePull.apply(gT, C, geometry)
+
+    def by_center(self, C: Tensor) -> Tensor:
+        """C / nnei as one table for all centres, or one for each type: (tables, nt·K, M1) from (K, nets, M1)."""
+        K, C = len(C), C.transpose(0, 1) / self.nnei
         if not self.one_side:  # centre before neighbour
             C = C.view(self.ntypes, self.ntypes, K, self.M1).transpose(0, 1)
-        C = C.reshape(-1, self.ntypes * K, self.M1)
-        return TableSum.apply(C, geometry), lambda gT: TablePull.apply(gT, C, geometry)
+        return C.reshape(-1, self.ntypes * K, self.M1)
 
     # ---- in files
 

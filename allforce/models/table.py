@@ -8,6 +8,7 @@ x (P, 1) to their values (P, nets, M).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import ceil
 from typing import Literal
 
@@ -68,8 +69,8 @@ class SplineTable(nn.Module):
             self.nodes = nodes.to(self.nodes)
             self.to_coefficients = inverse.to(self.to_coefficients)
 
-    def coefficients(self, nets: nn.Module) -> Tensor:
-        """C (K, nets, M): the nets as splines; differentiable with respect to their parameters.
+    def coefficients(self, nets: nn.Module, arrange: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """C (K, nets, M), or what `arrange` makes of it: the nets as splines, differentiable by their parameters.
 
         Those of nets that are not trained are kept as long as these, and the grid, are as they were.
         """
@@ -77,16 +78,17 @@ class SplineTable(nn.Module):
             self._kept = nets, list(nets.parameters()), None, None  # a walk through the modules costs more than a look
         _, parameters, state, C = self._kept
         if any(p.requires_grad for p in parameters):
-            return self._coefficients(nets)
-        now = self.grid, [(p.data_ptr(), p._version) for p in parameters]
+            return self._coefficients(nets, arrange)
+        now = self.grid, arrange, [(p.data_ptr(), p._version) for p in parameters]
         if C is None or state != now:
-            C = self._coefficients(nets)
+            C = self._coefficients(nets, arrange)
             self._kept = nets, parameters, now, C
         return C
 
-    def _coefficients(self, nets: nn.Module) -> Tensor:
+    def _coefficients(self, nets: nn.Module, arrange: Callable[[Tensor], Tensor] | None) -> Tensor:
         G = nets(self.nodes)
-        return (self.to_coefficients @ G.flatten(1)).view_as(G)
+        C = (self.to_coefficients @ G.flatten(1)).view_as(G)
+        return C if arrange is None else arrange(C)
 
     def interpolate(self, C: Tensor, x: Tensor) -> Tensor:
         """Values (P, M) at x (P,) from C (K, M) of one net; differentiable by x and C."""

@@ -9,17 +9,14 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
-from math import inf
+from collections.abc import Callable
 from pathlib import Path
-from statistics import median
-from typing import Any
+from statistics import mean, median
+from typing import Any, TypeVar
 
 import torch
 
 from allforce.config.load import load_input
-from allforce.data.batch import Batch
 from allforce.data.loader import Loader
 from allforce.distributed import devices
 from allforce.distributed.comm import Comm, SerialComm
@@ -31,59 +28,94 @@ from allforce.train.start import Job, prepare
 
 BLOCKS = (1, 2, 4, 8)  # how many blocks a frame is cut into, as far as it has
 LEAST = 16  # atoms of a block
-TURNS, SECONDS = 9, 4.0  # of every measurement
+STEPS, WARM_UP = 24, 4  # of every measurement; the latter do not count
+SECONDS = 5.0  # of every measurement, about
+SMALL = 1e-12  # learning rate: weights stay as they are
+T = TypeVar("T")
 
 
-def seconds_of(work: Callable[[], object], device: torch.device, limit: float = inf) -> list[float]:
-    """Of TURNS turns, after one to warm up; fewer when they take longer than the limit."""
-    times: list[float] = []
-    begun = time.perf_counter()
-    while len(times) < TURNS + 1 and (len(times) < 4 or time.perf_counter() - begun < limit):
+class Stopwatch:
+    """Seconds of the parts of a step, by name."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.times: dict[str, list[float]] = {}
+
+    def __call__(self, name: str, work: Callable[[], T]) -> T:
         start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return times[1:]
+        value = work()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.times.setdefault(name, []).append(time.perf_counter() - start)
+        return value
+
+    def seconds(self, name: str) -> list[float]:
+        return self.times[name][WARM_UP:]
 
 
-def blocks_of(job: Job, place: int, device: torch.device, sizes: Sequence[int] = BLOCKS) -> list[dict[str, Any]]:
-    """Pairs of a block, and the seconds of its share of the gradient, for frames in 1, 2, 4, 8 blocks."""
+def steps_of(job: Job, comm: Comm, loader: Loader, device: torch.device) -> tuple[Stopwatch, float]:
+    """Steps as in training, a part at a time, and the mean number of neighbour pairs.
+
+    One after the other, because each leaves the cache full of what the next one does not need; with the loader beside
+    them, which takes its share of the cores.
+    """
+    watch, pairs = Stopwatch(device), []
+    lr, most = job.schedule.loss_lr(0), job.input.training.gradient_max_norm
+    flat = job.state.flat
+
+    def gradient() -> None:
+        batch = loader.next()
+        pairs.append(len((batch if batch.part is None else batch.part).edges.i))
+        loss, sums = job.loss(job.predict(batch), batch, lr)
+        flat.differentiate(loss, sums, 1.0, first=True)
+
+    def step() -> None:
+        watch("gradient", gradient)
+        comm.barrier()
+        watch("sum", lambda: flat.reduce_finish(flat.reduce_start(comm), comm))
+        watch("update", lambda: job.state.update(SMALL, most))
+
+    loader.start(comm.rank, comm.size)
+    begun = time.perf_counter()
+    for _ in range(WARM_UP):
+        step()
+    one = (time.perf_counter() - begun) / WARM_UP
+    for _ in range(comm.gather(max(3, min(STEPS, int(SECONDS / one))))[0]):
+        step()
+    loader.close()
+    return watch, mean(pairs)
+
+
+def blocks_of(job: Job, comm: Comm, device: torch.device) -> tuple[list[dict[str, Any]], Stopwatch]:
+    """Pairs of a block, and the seconds of its share of the gradient, for frames in 1, 2, 4, 8 blocks; whole steps."""
     found: list[dict[str, Any]] = []
-    lr = job.schedule.loss_lr(0)
     can_split = "energy" in job.state.model.outputs and SUMS.issuperset(job.loss.wanted)
-    for size in sizes if can_split else sizes[:1]:
-        loader = Loader(job.loader.dataset, job.loader.sampler, job.loader.needs, device, None, (place % size, size))
-        batch = loader.batch(0)
-        if size > 1 and len(batch.type) / size < LEAST:
+    whole = None
+    for size in BLOCKS if can_split else BLOCKS[:1]:
+        if size > 1 and len(job.loader.batch(0).type) / size < LEAST:
             break
-
-        def gradient(batch: Batch = batch) -> None:
-            loss, sums = job.loss(job.predict(batch), batch, lr)
-            job.state.flat.differentiate(loss, sums, 1.0, first=True)
-
-        edges = (batch if batch.part is None else batch.part).edges
-        found.append({"size": size, "pairs": len(edges.i), "seconds": seconds_of(gradient, device, SECONDS)})
-    return found
+        old = job.loader
+        loader = Loader(old.dataset, old.sampler, old.needs, device, None, (comm.rank % size, size))
+        watch, pairs = steps_of(job, comm, loader, device)
+        whole = whole or watch
+        found.append({"size": size, "pairs": pairs, "seconds": watch.seconds("gradient")})
+    assert whole is not None
+    return found, whole
 
 
 def messages(comm: Comm, job: Job, device: torch.device) -> dict[str, Any]:
-    """Seconds of a sum over two workers, short and long, as gradients and as predictions go."""
-    count, dtype = job.state.flat.wire.numel(), job.state.flat.wire.dtype
-    batch = job.loader.batch(0)
-    outputs = sum(v.numel() for name, v in job.predict(batch).items() if name in job.loss.wanted)
-    out: dict[str, Any] = {"gradient_bytes": count * dtype.itemsize, "prediction_bytes": 8 * outputs}
-    for name, length in (("gradient", count), ("gradient_short", 8)):
-        buffer = comm.buffer(length, dtype, device)
-        out[name] = seconds_of(partial(_sum, comm, buffer), device)
-    for name, length in (("prediction", outputs), ("prediction_short", 8)):
-        tensor = torch.zeros(length, dtype=torch.float64, device=device)
-        out[name] = seconds_of(partial(comm.all_reduce, tensor), device)
-    return out
-
-
-def _sum(comm: Comm, buffer: torch.Tensor) -> None:
-    comm.all_reduce_start(buffer).wait()
+    """Seconds of a sum over two workers, short and long, as predictions go, and short as gradients go."""
+    flat, watch = job.state.flat, Stopwatch(device)
+    predicted = job.predict(job.loader.batch(0))
+    outputs = sum(v.numel() for name, v in predicted.items() if name in job.loss.wanted)
+    buffer = comm.buffer(8, flat.wire.dtype, device)
+    long, short = (torch.zeros(n, dtype=torch.float64, device=device) for n in (outputs, 8))
+    for _ in range(WARM_UP + STEPS):
+        watch("gradient_short", lambda: comm.all_reduce_start(buffer).wait())
+        watch("prediction", lambda: comm.all_reduce(long))
+        watch("prediction_short", lambda: comm.all_reduce(short))
+    sizes = {"gradient_bytes": flat.wire.numel() * flat.wire.dtype.itemsize, "prediction_bytes": 8 * outputs}
+    return sizes | {name: watch.seconds(name) for name in watch.times}
 
 
 def calibrate(path: str, output: str) -> None:
@@ -92,20 +124,19 @@ def calibrate(path: str, output: str) -> None:
     comm = join(world, "auto", device)
     settings = load_input(path)
     settings = settings.model_copy(update={"training": settings.training.model_copy(update={"spatial_workers": 1})})
-    job = prepare(settings, SerialComm(), Options(path, None, skip_neighbor_stat=True), device)
+    job = prepare(settings, comm, Options(path, None, skip_neighbor_stat=True), device)
     job.state.flat.land()
+    if comm.rank == 0:
+        alone, _ = steps_of(job, SerialComm(), job.loader, device)
     comm.barrier()
-    alone = blocks_of(job, 0, device, (1,)) if comm.rank == 0 else []
-    comm.barrier()
-    beside = blocks_of(job, comm.rank, device)
-    update = seconds_of(lambda: job.state.update(1e-12, settings.training.gradient_max_norm), device)
-    comm.barrier()
-    sent = messages(comm, job, device)
+    blocks, whole = blocks_of(job, comm, device)
+    sent = messages(comm, job, device) | {"gradient": whole.seconds("sum")}
     batch = job.loader.batch(0)
     if comm.rank == 0:
         facts = {"atoms": len(batch.type), "frames": batch.nframes, "threads": threads.intra, "device": device.type}
         facts["acc_freq"] = settings.training.acc_freq
-        facts |= {"alone": median(alone[0]["seconds"]), "blocks": beside, "update": median(update), **sent}
+        facts |= {"alone": median(alone.seconds("gradient")), "blocks": blocks}
+        facts |= {"update": median(whole.seconds("update")), **sent}
         Path(output).write_text(json.dumps(facts))
     comm.barrier()
     comm.close()

@@ -22,7 +22,7 @@ from allforce.config.load import load_input, normalised
 from allforce.errors import UserError
 from allforce.logs import log
 from allforce.report.plot import plot
-from allforce.train.predict import NETWORK, Costs, Link, against, measure_costs, words
+from allforce.train.predict import NETWORK, Costs, Link, against, average, measure_costs, words
 from allforce.train.predict import table as predicted
 from allforce.writing import write_whole
 
@@ -73,6 +73,7 @@ def scaling_test(
         plans = {
             count: _shared(plan, count) if strong else _grouped(plan, count) for count in workers
         }  # mistakes first
+        costs = [_costs(folder, plan)] if predict else []
         for engine in engines:
             for count in workers:
                 if count == 1 and any(m.workers == 1 for m in measured):
@@ -83,16 +84,20 @@ def scaling_test(
                 log.info(f"{_name(one)}: {one.rate:.2f} samples/s")
                 for line in one.warnings:
                     log.warning(f"{_name(one)}: {line}")
-        costs = None
-        if predict:
-            (Path(folder) / "input.json").write_text(json.dumps(plan))
-            costs = measure_costs(folder, _environment())
+                if predict:
+                    costs.append(_costs(folder, plan))
     print(table(measured))
-    if costs is not None:
-        tell_prediction(costs, measured, plans, predict, network)
+    if predict:
+        tell_prediction(average(costs), measured, plans, predict, network)
     title = f"{Path(path).name}, {'strong' if strong else 'weak'} scaling, {measured[0].device}"
     _write(measured, picture, title)
     return measured
+
+
+def _costs(folder: str, plan: dict[str, Any]) -> Costs:
+    """Of a step, measured before the first run and after each: a shared machine changes its speed within a minute."""
+    (Path(folder) / "input.json").write_text(json.dumps(plan))
+    return measure_costs(folder, _environment())
 
 
 def tell_prediction(
