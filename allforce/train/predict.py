@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from statistics import NormalDist, fmean, mean, median, stdev
+from statistics import NormalDist, mean, median, stdev
 from typing import Any
 
 import numpy as np
@@ -123,13 +123,13 @@ def average(costs: Sequence[Costs]) -> Costs:
     """Of measurements at several times: the machine may be shared, and then its speed changes."""
     first = costs[0]
 
-    def mean_of(field: str) -> Any:
+    def middle_of(field: str) -> Any:
         values = [getattr(c, field) for c in costs]
         if isinstance(values[0], Link):
             return Link(median(v.latency for v in values), median(v.bandwidth for v in values))
-        return fmean(values) if isinstance(values[0], float) else values[0]
+        return median(values) if isinstance(values[0], float) else values[0]
 
-    return replace(first, **{f.name: mean_of(f.name) for f in fields(first)})
+    return replace(first, **{f.name: middle_of(f.name) for f in fields(first)})
 
 
 def _link(facts: dict[str, Any], name: str) -> Link:

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from run import FULL, ROOT, Run
+from run import FULL, ROOT, SECONDS, Run
+from tiny import write_data, write_input
 
+from allforce.distributed.launch import scrubbed
 from allforce.files import checkpoint
 
 STEPS = {"training__numb_steps": 400, "training__disp_freq": 10, "training__save_freq": 100, "training__seed": 3}
@@ -201,6 +203,47 @@ def test_a_disk_too_full_for_what_a_run_tells(tmp_path, disk, when):
         assert len(lines) == 1, (what, text)
 
 
+@pytest.mark.parametrize("when", ["before", "later"])
+def test_a_disk_too_full_for_wandb(tmp_path, disk, monkeypatch, when):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(disk))
+    if when == "before":
+        fill(disk, left=0)
+    with Run(tmp_path, "serial", 1, **STEPS, training__wandb_project="water") as run:
+        if when == "later":
+            run.wait_for("Batch      10")
+            fill(disk, left=0)
+        code, text = run.wait()
+    assert code == 0 and "finished training" in text and "Traceback" not in text, text
+    assert len(re.findall("WARNING.*(?:wandb|WandB)", text)) == 1, text
+
+
+def test_a_disk_too_full_for_the_profile(tmp_path, disk):
+    """Room for the pointer to the last checkpoint only, one page; then for nothing."""
+    write_data(tmp_path)
+    systems = {"training__training_data__systems": [str(tmp_path / "small")], "training__validation_data": None}
+    paths = {"save_dir": "out", "disp_file": "lcurve.out", "metrics_file": "metrics.jsonl"}
+    paths = {f"training__{key}": str(tmp_path / name) for key, name in paths.items()}
+    write_input(tmp_path, training__numb_steps=20, training__save_freq=100, **systems, **paths)
+    fill(disk, left=os.sysconf("SC_PAGE_SIZE"))
+    command = [
+        sys.executable,
+        "-m",
+        "allforce",
+        "train",
+        tmp_path / "input.json",
+        "--comm-profile",
+        "-o",
+        tmp_path / "o",
+    ]
+    environment = scrubbed(os.environ) | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=disk, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0 and "finished training" in done.stderr and "Traceback" not in done.stderr, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "WARNING" in line and "--comm-profile" in line]
+    assert "mpi_profile" in line and "No space left on device" in line
+
+
 def test_no_sample_lost_or_seen_twice_at_another_number_of_workers(tmp_path):
     """1 worker for 10 steps, then 2: micro-batches 0-9, then 10, 11, …"""
     program = """
@@ -221,7 +264,6 @@ sys.exit(code)
     (tmp_path / "program.py").write_text(program)
     with Run(tmp_path, "serial", 1, **STEPS | {"training__numb_steps": 10}) as run:
         assert run.wait()[0] == 0
-    from tiny import write_input
 
     write_input(tmp_path, **STEPS | {"training__numb_steps": 20})
     workers = [sys.executable, str(ROOT / "tests/parallel/start_workers.py"), "2"]
