@@ -12,6 +12,7 @@ import os
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
+from tokenize import TokenError
 from typing import Any, Protocol
 
 import h5py
@@ -83,7 +84,7 @@ def open_npy(path: str) -> NpyArray:
             size = _header_size(head)
             head += f.read(size - len(head)) if size > len(head) else b""
         shape, fortran, dtype = _parse_header(head[:size])
-    except (OSError, ValueError, struct.error) as error:
+    except (OSError, ValueError, TypeError, SyntaxError, TokenError, struct.error) as error:  # numpy lets some through
         raise UserError(f"{path}: cannot be read as a .npy file ({error}). Write it with numpy.save") from None
     if dtype.kind not in "fiub":
         raise UserError(f"{path}: holds numbers of type {dtype}. Expected real numbers, written with numpy.save")

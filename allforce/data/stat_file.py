@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from tokenize import TokenError
 
 import h5py
 import numpy as np
@@ -77,7 +78,7 @@ def _read(path: str, group: str) -> dict[str, np.ndarray]:
                 for name in files:
                     file = os.path.join(here, name)
                     found[os.path.relpath(file, root)] = np.load(file, allow_pickle=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, SyntaxError, TokenError) as error:  # numpy lets some through
         raise UserError(
             f"training/stat_file {path!r} cannot be read ({error}). Remove it or name another one"
         ) from None

@@ -2,12 +2,14 @@
 
     python tests/faults/full.py [--scale 0.1] [--only kills,stops] [--seed 1]
 
-Every experiment prints one row: what, how many, how many failed, what was measured. Any failure: exit code 1.
+Every experiment prints one row: what, how many, how many failed, what was measured. Any failure: exit code 1. Without
+--only they run side by side: on every core one that computes, and one more that mostly waits.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import re
@@ -19,14 +21,15 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import torch
-from run import ROOT, Run
+from run import ROOT, Run, slurm_cluster
 
 sys.path.insert(0, str(ROOT / "tests/parallel"))
 import listeners  # noqa: E402
@@ -39,9 +42,10 @@ from allforce.errors import UserError  # noqa: E402
 from allforce.files import checkpoint  # noqa: E402
 from allforce.files.checkpoint import Checkpoint  # noqa: E402
 
-STEPS = {"training__numb_steps": 400, "training__disp_freq": 10, "training__save_freq": 50, "training__seed": 3}
-LAUNCHERS = [x for x in ("workers", "torchrun", "hydra", "openmpi", "horovodrun") if not missing(x)]
+HERE = Path(__file__).parent
+STEPS = {"training__numb_steps": 100, "training__disp_freq": 5, "training__save_freq": 10, "training__seed": 3}
 ENVIRONMENT = scrubbed(os.environ) | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+SINGLE = {"ALLFORCE_SHARED_MEMORY": "0"}  # gradients through gloo instead
 
 
 @dataclass
@@ -51,7 +55,6 @@ class Outcome:
     note: str = ""
 
     def check(self, good: bool, what: str) -> None:
-        self.count += 1
         if not good:
             self.failures.append(what)
             print(f"    FAILED: {what}", flush=True)
@@ -66,9 +69,9 @@ def scratch():
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def same(a: Path, b: Path) -> bool:
+def same(a: Path, b: Path, step: int = STEPS["training__numb_steps"]) -> bool:
     """The end of two runs, byte for byte."""
-    last = f"model.ckpt-{STEPS['training__numb_steps']}.safetensors"
+    last = f"model.ckpt-{step}.safetensors"
     if (a / "lcurve.out").read_bytes() != (b / "lcurve.out").read_bytes():
         return False
     one, two = checkpoint.read(a / last).tensors, checkpoint.read(b / last).tensors
@@ -78,63 +81,107 @@ def same(a: Path, b: Path) -> bool:
 # ---- workers
 
 
+class Doors:
+    """Listeners of our own that others than this host reach, over all runs that are looked at."""
+
+    def __init__(self) -> None:
+        self.runs, self.looks, self.open = 0, 0, set[listeners.Listener]()
+
+    def look(self, run: Run) -> None:
+        """Parent and workers with --workers; the workers alone under other launchers, for torchrun, horovodrun and srun
+        have listeners themselves. Under mpirun MPI opens some: tests/parallel/test_listeners.py counts those."""
+        if run.launcher in ("hydra", "openmpi"):
+            return
+        self.looks += 1
+        ours = run.launcher in ("workers", "forked")
+        for pid in [run.process.pid] if ours else [p.pid for p in run.ranks().values()]:
+            self.open |= {s for s in listeners.look(pid) if not is_loopback(s.ip)}
+
+    def through(self, run: Run, seconds: float = 120) -> tuple[int, str]:
+        """Until the run ends."""
+        self.runs += run.launcher not in ("hydra", "openmpi")
+        deadline = time.monotonic() + seconds
+        while run.process.poll() is None and time.monotonic() < deadline:
+            self.look(run)
+            time.sleep(0.2)
+        return run.wait()
+
+
 def kills(count: int, draw: random.Random) -> Outcome:
-    """A random rank or the launcher at a random moment; every second run is then taken to its end."""
-    result, resumed, ended, opened = Outcome(), 0, [], 0
-    with scratch() as reference:
-        begun = time.monotonic()
-        with Run(reference, "workers", 2, **STEPS) as run:
-            assert run.wait()[0] == 0, run.text()
-        usual = time.monotonic() - begun
-        for number in range(count):
-            resume = number % 2 == 0
-            launcher, ranks = draw.choice(LAUNCHERS), 2 if resume else draw.randint(2, 4)
-            with scratch() as folder:
-                who, seconds, open_ = one_kill(folder, launcher, ranks, draw, draw.uniform(0.3, usual))
-                result.check(seconds is not None, f"kill {number}: {who} under {launcher}, {ranks} ranks: some live on")
-                ended += [] if seconds is None else [seconds]
-                opened += open_
-                if resume:
-                    with Run(folder, launcher, 2, "--restart", "auto", data=False) as run:
-                        code, text = run.wait()
-                    resumed += 1
-                    result.check(
-                        code == 0 and same(reference, folder), f"kill {number} of {who}: not resumed: {text[-500:]}"
-                    )
-    result.check(opened == 0, f"{opened} listeners of --workers were reached from outside")
-    slowest = f"{statistics.median(ended):.1f} s in the middle, {max(ended):.1f} s at most" if ended else ""
-    result.note = f"all processes had ended after {slowest}; {resumed} resumed to a byte-identical end"
+    """Of `--workers`, forked: two kills of three with gradients in shared memory, the others with gloo."""
+    return killed([("forked", SINGLE if n % 3 == 2 else {}) for n in range(count)], draw)
+
+
+def launchers(count: int, draw: random.Random) -> Outcome:
+    """Of all launchers in turn, each started as users do."""
+    names = [x for x in ("workers", "torchrun", "hydra", "openmpi", "horovodrun", "slurm") if not missing(x)]
+    with scratch() as folder, slurm_cluster.SlurmCluster(folder) if "slurm" in names else nullcontext() as slurm:
+        extra = {"SLURM_CONF": slurm.environment["SLURM_CONF"]} if slurm else {}
+        result = killed([(names[n // 2 % len(names)], extra) for n in range(count)], draw)
+    result.note += f"; {', '.join(names)} in turn"
     return result
 
 
-def one_kill(folder: Path, launcher: str, ranks: int, draw: random.Random, after: float):
-    """(whom, seconds until all had ended or None, listeners reached from outside)"""
-    open_ = 0
-    with Run(folder, launcher, ranks, **STEPS) as run:
-        deadline = time.monotonic() + after
-        while time.monotonic() < deadline and run.process.poll() is None:
-            run.tree()
-            if launcher == "workers":
-                open_ += sum(not is_loopback(s.ip) for s in listeners.look(run.process.pid))
-            time.sleep(0.05)
-        workers = run.ranks()
-        victims = [*workers, "the launcher"]
-        who = draw.choice(victims)
-        try:
-            (run.process if who == "the launcher" else workers[who]).kill()
-        except psutil.NoSuchProcess:
-            pass
+def killed(plan: list[tuple[str, dict[str, str]]], draw: random.Random) -> Outcome:
+    """A random rank or the launcher at a random moment; every second run is then taken to its end."""
+    result, resumed, ended, doors = Outcome(len(plan)), 0, [], Doors()
+    with scratch() as reference:
         begun = time.monotonic()
-        while time.monotonic() < begun + 30:
-            if not run.tree() and run.process.poll() is not None:
-                return f"rank {who}" if isinstance(who, int) else who, time.monotonic() - begun, open_
-            time.sleep(0.02)
-        return str(who), None, open_
+        with Run(reference, plan[0][0], 2, **STEPS) as run:
+            code, text = doors.through(run)
+        assert code == 0, text
+        usual = time.monotonic() - begun
+        for number, (launcher, extra) in enumerate(plan):
+            resume = number % 2 == 0
+            ranks, who, seconds = 2 if resume else draw.randint(2, 4), "", None
+            with scratch() as folder:
+                while not who:
+                    shutil.rmtree(folder)
+                    folder.mkdir()
+                    with Run(folder, launcher, ranks, extra=extra, **STEPS) as run:
+                        who, seconds = one_kill(run, draw, draw.uniform(0.0, usual), doors)
+                what = f"kill {number} of {who} of {ranks} under {launcher}"
+                result.check(seconds is not None, f"{what}: some live on")
+                ended += [] if seconds is None else [seconds]
+                if resume:
+                    with Run(folder, launcher, 2, "--restart", "auto", data=False, extra=extra) as run:
+                        code, text = doors.through(run)
+                    resumed += 1
+                    result.check(code == 0 and same(reference, folder), f"{what}: not resumed: {text[-1500:]}")
+    result.check(not doors.open, f"reached from outside: {doors.open}")
+    times = f"{statistics.median(ended):.2f} s in the middle, {max(ended):.2f} s at most"
+    result.note = f"all processes had ended after {times}; {resumed} resumed to a byte-identical end; "
+    result.note += f"no listener reached from outside in {doors.runs} runs watched from start to end"
+    return result
+
+
+def one_kill(run: Run, draw: random.Random, after: float, doors: Doors) -> tuple[str, float | None]:
+    """(whom, seconds until all had ended or None); ("", None) for a run that came to its end before."""
+    deadline = time.monotonic() + after
+    launcher = run.launcher != "slurm"  # which starts workers through slurmd: they do not need a living srun
+    while time.monotonic() < deadline or not (launcher or run.ranks()):
+        if run.process.poll() is not None:
+            return "", None
+        run.tree()
+        time.sleep(0.02)
+    doors.look(run)
+    workers = run.ranks()
+    who = draw.choice([*workers, *([-1] if launcher else [])])
+    try:
+        (run.process if who < 0 else workers[who]).kill()
+    except psutil.NoSuchProcess:
+        return "", None
+    begun = time.monotonic()
+    while time.monotonic() < begun + 30:
+        if not run.tree() and run.process.poll() is not None:
+            return "the launcher" if who < 0 else f"rank {who}", time.monotonic() - begun
+        time.sleep(0.02)
+    return "the launcher" if who < 0 else f"rank {who}", None
 
 
 def stops(count: int, draw: random.Random) -> Outcome:
     """Pauses of a random rank: shorter than the limit nothing happens, longer the others end."""
-    result, given_up = Outcome(), max(1, count // 10)
+    result, given_up = Outcome(count), max(1, count // 10)
     endless = {**STEPS, "training__numb_steps": 10_000_000, "training__distributed_timeout": 4}
     with scratch() as folder, Run(folder, "workers", 3, **endless) as run:
         run.wait_for("Batch      40")
@@ -161,64 +208,66 @@ def stops(count: int, draw: random.Random) -> Outcome:
     return result
 
 
-LOOP = """
-import sys, time, torch
+HOST = """
+import json, os, sys, time, torch
 from allforce.distributed.connect import join
 from allforce.distributed.launch import detect
-comm = join(detect())
-comm.watch.limit = 4.0
-print("ready", flush=True)
-while True:
-    comm.all_reduce(torch.ones(1000))
-    time.sleep(0.01)
+while line := sys.stdin.readline():  # torch is loaded once; every job is a child
+    if os.fork():
+        print("ended", os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+        continue
+    os.environ.update(json.loads(line))
+    comm = join(detect())
+    comm.watch.limit = 4.0
+    print("ready", flush=True)
+    while True:
+        comm.all_reduce(torch.ones(1000))
+        time.sleep(0.01)
 """
 
 
 def cuts(count: int, draw: random.Random) -> Outcome:
     """Two hosts whose link is cut: both ends notice within the limit."""
-    result, times = Outcome(), []
+    result, times = Outcome(count), []
     with scratch() as folder:
         hosts = Hosts(folder)
         try:
             hosts.up()
-            for number in range(count):
-                seconds = one_cut(hosts, number, draw)
-                times += [] if seconds is None else [seconds]
-                result.check(seconds is not None, f"cut {number}: a worker lives on after 20 s")
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+            programs = [hosts.inside(rank, sys.executable, "-c", HOST) for rank in range(2)]
+            with ExitStack() as stack:
+                servers = [subprocess.Popen(program, env=ENVIRONMENT, **pipes) for program in programs]
+                for server in servers:
+                    stack.callback(server.wait)
+                    stack.callback(server.kill)
+                for number in range(count):
+                    seconds = one_cut(hosts, servers, number, draw)
+                    times.append(seconds)
+                    result.check(seconds < 20, f"cut {number}: a worker lived on for {seconds:.0f} s")
         finally:
             hosts.down()
-    result.note = f"both ends had ended after {max(times, default=0):.1f} s at most, limit 4 s"
+    result.note = f"both ends had ended after {max(times):.1f} s at most, limit 4 s"
     return result
 
 
-def one_cut(hosts: Hosts, number: int, draw: random.Random) -> float | None:
+def one_cut(hosts: Hosts, servers: list[subprocess.Popen], number: int, draw: random.Random) -> float:
+    """Seconds until both workers had ended."""
     job = {"ALLFORCE_SIZE": "2", "ALLFORCE_LOCAL_RANK": "0", "ALLFORCE_LOCAL_SIZE": "1"}
     job |= {"MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": str(29600 + number)}
-    workers = [
-        subprocess.Popen(
-            hosts.inside(rank, sys.executable, "-c", LOOP),
-            env=ENVIRONMENT | job | {"ALLFORCE_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        for rank in range(2)
-    ]
+    for rank, server in enumerate(servers):
+        server.stdin.write(json.dumps(job | {"ALLFORCE_RANK": str(rank)}) + "\n")
+        server.stdin.flush()
+    for server in servers:
+        assert server.stdout.readline() == "ready\n"
+    time.sleep(draw.uniform(0.1, 1.0))
+    hosts.run("-n", hosts.names[0], "link", "set", "af0", "down")
+    begun = time.monotonic()
     try:
-        for worker in workers:
-            assert worker.stdout is not None and worker.stdout.readline() == b"ready\n"
-        time.sleep(draw.uniform(0.1, 1.0))
-        hosts.run("-n", hosts.names[0], "link", "set", "af0", "down")
-        begun = time.monotonic()
-        while any(worker.poll() is None for worker in workers):
-            if time.monotonic() > begun + 20:
-                return None
-            time.sleep(0.05)
+        for server in servers:
+            assert server.stdout.readline().startswith("ended")
         return time.monotonic() - begun
     finally:
         hosts.run("-n", hosts.names[0], "link", "set", "af0", "up")
-        for worker in workers:
-            worker.kill()
-            worker.wait()
 
 
 # ---- checkpoints
@@ -231,7 +280,7 @@ def state(step: int) -> Checkpoint:
 
 def writer(count: int, draw: random.Random) -> Outcome:
     """Kills of the writer at a random byte of the file: the newest intact one is the old or the new, whole."""
-    result = Outcome()
+    result = Outcome(count)
     with scratch() as folder:
         prefix, size = folder / "model.ckpt", len(checkpoint.encode(state(1)))
         checkpoint.save(prefix, state(1), 3)
@@ -266,7 +315,7 @@ def calls(count: int, draw: random.Random) -> Outcome:
         checkpoint.save(prefix, state(1), 2)
         save_traced(prefix, 2, "-o", str(folder / "trace"), "-e", "trace=all")
         made = re.findall(r"^(?:\d+ +)?([a-z]\w*)\(", (folder / "trace").read_text(), re.MULTILINE)
-        newest, killed = 2, 0
+        newest, killed, result.count = 2, 0, len(made)
         for step, call in enumerate(made, start=3):
             which = made[: step - 2].count(call)  # strace counts each kind of call by itself
             rule = f"inject={call}:signal=KILL:when={which}"
@@ -302,7 +351,7 @@ def save_traced(prefix: Path, step: int, *options: str) -> bool:
 
 def disks(count: int, draw: random.Random) -> Outcome:
     """Disks of all sizes that fill up: every write succeeds or leaves the older state intact."""
-    result, full = Outcome(), 0
+    result, full = Outcome(count), 0
     size = len(checkpoint.encode(state(1)))
     for number in range(count):
         with scratch() as folder:
@@ -328,7 +377,7 @@ def disks(count: int, draw: random.Random) -> Outcome:
 
 def corruptions(count: int, draw: random.Random) -> Outcome:
     """A checkpoint with wrong, missing or additional bytes: always noticed."""
-    result = Outcome()
+    result = Outcome(count)
     with scratch() as folder:
         whole, path = checkpoint.encode(state(7)), folder / "model.ckpt-7.safetensors"
         for number in range(count):
@@ -349,7 +398,7 @@ def corruptions(count: int, draw: random.Random) -> Outcome:
                 checkpoint.read(path)
                 result.check(False, f"corruption {number} at byte {at} was not noticed")
             except UserError:
-                result.check(True, "")
+                continue
     return result
 
 
@@ -360,76 +409,108 @@ def mutations(count: int, draw: random.Random) -> Outcome:
     """test_mutations.py with many examples."""
     numbers = [count, max(10, count // 10), max(10, count * 3 // 200)]
     env = os.environ | {"ALLFORCE_MUTATIONS": ",".join(map(str, numbers)), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", str(Path(__file__).with_name("test_mutations.py"))]
+    command = [sys.executable, "-m", "pytest", "-x", "--hypothesis-show-statistics", str(HERE / "test_mutations.py")]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
-    result = Outcome(sum(numbers))
-    if done.returncode:
+    tried = [0, 0, 0]
+    for which, passed in re.findall(r"::test_(\w+):.*?(\d+) passing", done.stdout, re.DOTALL):
+        tried[2 if which.endswith("model") else 1 if which == "data" else 0] += int(passed)
+    result = Outcome(sum(tried))
+    if done.returncode or tried < numbers:
         result.failures.append(done.stdout[-3000:])
         print(done.stdout[-3000:], flush=True)
-    result.note = f"{numbers[0]} inputs, {numbers[1]} data sets, {numbers[2]} model files"
+    result.note = f"{tried[0]} inputs, {tried[1]} data sets, {tried[2]} model files"
+    return result
+
+
+def tests(count: int, draw: random.Random) -> Outcome:
+    """Tests that CI runs shorter or under fewer launchers: here under all, and a worker comes 40 s late."""
+    names = "late_worker or ctrl_c or given_up or killed_launcher or signal_saves"
+    command = [sys.executable, "-m", "pytest", str(HERE), "-k", names]
+    done = subprocess.run(
+        command, env=os.environ | {"ALLFORCE_FAULTS": "full"}, cwd=ROOT, capture_output=True, text=True
+    )
+    numbers = dict(re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout)[::-1])
+    counts = {word: int(number) for number, word in numbers.items()}
+    result = Outcome(counts.get("passed", 0) + counts.get("failed", 0))
+    result.check(done.returncode == 0, done.stdout[-5000:])
+    result.note = ", ".join(f"{n} {word}" for word, n in counts.items())
     return result
 
 
 # ---- all together
 
+SHARE = 0.9  # of the time of the chaos that steps would take at most: starts and pauses take the rest
+
 
 def chaos(seconds: int, draw: random.Random) -> Outcome:
-    """A fault every 10 s; the run restarts itself, or is started again, and ends as if nothing had happened."""
-    result, faults, lost, computed = Outcome(), 0, 0, 0
-    plan = {**STEPS, "training__numb_steps": 90 * seconds}
-    last = plan["training__numb_steps"]
-    with scratch() as reference, scratch() as folder:
-        with Run(reference, "workers", 2, **plan) as run:
-            assert run.wait(10 * seconds)[0] == 0, run.text()
-        args, data, begun = (), True, time.monotonic()
-        while True:
-            with Run(folder, "workers", 2, "--max-restarts", "1000", *args, data=data, **plan) as run:
-                faults += disturb(run, draw, begun + seconds)
-                code, text = run.wait(20 * seconds)
-            args, data = ("--restart", "auto"), False
-            if code == 0:
-                break
-            if time.monotonic() > begun + 20 * seconds:
-                result.check(False, f"no end: {text[-500:]}")
-                break
-        lost, computed = goodput(text, last)
-        files = [(p / f"model.ckpt-{last}.safetensors") for p in (reference, folder)]
-        one, two = (checkpoint.read(p).tensors for p in files)
-        equal = (reference / "lcurve.out").read_bytes() == (folder / "lcurve.out").read_bytes()
-        result.check(equal and all(torch.equal(one[k], two[k]) for k in one), "the end is another one")
-        share = 100 * (1 - lost / computed)
-        result.check(share > 90, f"goodput {share:.1f} %")
-        result.note = f"{faults} faults in {seconds} s; {share:.1f} % of all steps computed are in the result"
+    """A fault every 10 s; the run restarts itself, or is started again, and ends as if nothing had happened. Should it
+    end before the time is over, another one begins."""
+    result, plan, ends = Outcome(), {**STEPS, "training__save_freq": 20}, 0
+    plan["training__numb_steps"] = last = int(SHARE * seconds * speed(plan)) // 100 * 100
+    with scratch() as reference:
+        with Run(reference, "forked", 2, **plan) as run:
+            code, text = run.wait(10 * seconds)
+        assert code == 0, text
+        lost, computed, begun = 0, 0, time.monotonic()
+        while time.monotonic() < begun + seconds:
+            with scratch() as folder:
+                code, text, result.count = through_chaos(folder, plan, draw, begun, seconds, result.count)
+                result.check(code == 0 and same(reference, folder, last), f"another end: {code} {text[-1000:]}")
+            ends, vain = ends + 1, goodput(text)
+            lost, computed = lost + vain, computed + vain + last
+    share = 100 * (1 - lost / computed)
+    result.check(share > 90, f"goodput {share:.1f} %")
+    result.note = f"one every 10 s for {seconds} s; {ends} run(s) of {last} steps, byte-identical at the end; "
+    result.note += f"{share:.1f} % of all steps computed are in the result"
     return result
 
 
-def disturb(run: Run, draw: random.Random, end: float) -> int:
-    """One fault every 10 s until the time is over, the run has ended, or its launcher was the victim."""
-    faults = 0
-    while time.monotonic() < end:
-        for _ in range(100):
+def through_chaos(
+    folder: Path, plan: dict[str, int], draw: random.Random, begun: float, seconds: int, faults: int
+) -> tuple[int, str, int]:
+    """One run to its end, started again whenever its launcher was killed: exit code, output, faults since the begin."""
+    args, code = (), -1
+    while code != 0 and time.monotonic() < begun + 20 * seconds:
+        with Run(folder, "forked", 2, "--max-restarts", "1000", *args, data=not args, **plan) as run:
+            faults = disturb(run, draw, begun, seconds, faults)
+            code, text = run.wait(20 * seconds)
+        args = ("--restart", "auto")
+    return code, text, faults
+
+
+def speed(plan: dict[str, int]) -> float:
+    """Steps a second."""
+    with scratch() as folder, Run(folder, "forked", 2, **plan | {"training__numb_steps": 1000}) as run:
+        run.wait_for("Batch     100")
+        begun = time.monotonic()
+        run.wait_for("Batch    1000")
+        return 900 / (time.monotonic() - begun)
+
+
+def disturb(run: Run, draw: random.Random, begun: float, seconds: int, faults: int) -> int:
+    """Faults until the time is over, the run has ended or its launcher was the victim; how many there were by then."""
+    while 10 * (faults + 1) <= seconds:
+        while time.monotonic() < begun + 10 * (faults + 1):
             run.tree()
             if run.process.poll() is not None:
                 return faults
             time.sleep(0.1)
-        what, ranks = draw.choice(["kill", "kill", "stop", "launcher"]), run.ranks()
         faults += 1
-        try:
-            if what == "launcher":
-                run.process.kill()
-                return faults
-            victim = draw.choice(list(ranks.values()))
+        what, ranks = draw.choice(["kill", "kill", "stop", "launcher"]), list(run.ranks().values())
+        if what == "launcher" or not ranks:
+            run.process.kill()
+            return faults
+        victim = draw.choice(ranks)
+        with suppress(psutil.NoSuchProcess):
             victim.send_signal(signal.SIGKILL if what == "kill" else signal.SIGSTOP)
             if what == "stop":
                 time.sleep(2)
                 victim.send_signal(signal.SIGCONT)
-        except (psutil.Error, IndexError):
-            continue
     return faults
 
 
-def goodput(text: str, last: int) -> tuple[int, int]:
-    """(steps that were computed in vain, all), to the nearest line of the log."""
+def goodput(text: str) -> int:
+    """Steps that were computed in vain, to the nearest line of the log."""
     lost, at = 0, 0
     for line in text.splitlines():
         if "Continue at step" in line:
@@ -438,7 +519,7 @@ def goodput(text: str, last: int) -> tuple[int, int]:
             lost, at = lost + at, 0
         elif "Batch " in line and ": trn:" in line:
             at = int(line.split("Batch ")[1].split(":")[0])
-    return lost, last + lost
+    return lost
 
 
 EXPERIMENTS: dict[str, tuple[Callable[[int, random.Random], Outcome], int]] = {
@@ -447,31 +528,77 @@ EXPERIMENTS: dict[str, tuple[Callable[[int, random.Random], Outcome], int]] = {
     "calls": (calls, 1),
     "disks": (disks, 64),
     "mutations": (mutations, 20_000),
+    "launchers": (launchers, 60),
+    "kills": (kills, 140),
     "stops": (stops, 50),
     "cuts": (cuts, 20),
-    "kills": (kills, 200),
+    "tests": (tests, 1),
     "chaos": (chaos, 480),
 }
+COMPUTING = ["chaos", "launchers", "kills", "mutations", "corruptions", "calls", "disks"]  # a core for each
+WAITING = ["tests", "stops", "cuts", "writer"]  # for limits and for the disk: beside the others
+
+
+def one(name: str, scale: float, seed: int) -> int:
+    """Run an experiment and print its row; how many failures there were."""
+    run, count = EXPERIMENTS[name]
+    begun = time.monotonic()
+    try:
+        outcome = run(max(2, round(count * scale)), random.Random(f"{seed} {name}"))
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:  # no strace, mount or ip, or no right to it
+        outcome = Outcome(note=f"not tried: {error}")
+    except BaseException:
+        outcome = Outcome(failures=["broken"], note=traceback.format_exc())
+    seconds = time.monotonic() - begun
+    print(f"| {name} | {outcome.count} | {len(outcome.failures)} | {seconds:.0f} | {outcome.note} |", flush=True)
+    return len(outcome.failures)
+
+
+def side_by_side(scale: float, seed: int) -> int:
+    """A process for each experiment: as many as there are cores compute, each on its own; one more waits."""
+    free, computing, waiting = sorted(os.sched_getaffinity(0)), COMPUTING[::-1], WAITING[::-1]
+    running, failed = dict[int, int](), 0
+    while True:
+        while computing and free:
+            core = free.pop()
+            running[start(computing.pop(), core, scale, seed)] = core
+        if waiting and -1 not in running.values():
+            running[start(waiting.pop(), -1, scale, seed)] = -1
+        if not running:
+            return failed
+        pid, status = os.wait()
+        failed += status != 0
+        core = running.pop(pid)
+        free += [core] if core >= 0 else []
+
+
+def start(name: str, core: int, scale: float, seed: int) -> int:
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            if core >= 0:
+                os.sched_setaffinity(0, {core})
+            code = min(1, one(name, scale, seed))
+        finally:
+            os._exit(code)
+    return pid
 
 
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--only", default=",".join(EXPERIMENTS), help="names with commas between")
+    p.add_argument("--only", help="names with commas between, one after the other: " + ", ".join(EXPERIMENTS))
     p.add_argument("--scale", type=float, default=1.0, help="part of all counts")
     p.add_argument("--seed", type=int, default=1)
     args = p.parse_args()
-    failed = 0
+    begun = time.monotonic()
     print("| experiment | count | failures | seconds | |\n|---|---|---|---|---|", flush=True)
-    for name in args.only.split(","):
-        run, count = EXPERIMENTS[name]
-        begun = time.monotonic()
-        try:
-            outcome = run(max(2, round(count * args.scale)), random.Random(f"{args.seed} {name}"))
-        except (FileNotFoundError, subprocess.CalledProcessError) as error:  # no strace, mount or ip, or no right to it
-            outcome = Outcome(note=f"not tried: {error}")
-        failed += len(outcome.failures)
-        seconds = time.monotonic() - begun
-        print(f"| {name} | {outcome.count} | {len(outcome.failures)} | {seconds:.0f} | {outcome.note} |", flush=True)
+    if args.only:
+        failed = sum([one(name, args.scale, args.seed) for name in args.only.split(",")])
+    else:
+        failed = side_by_side(args.scale, args.seed)
+    print(f"{(time.monotonic() - begun) / 60:.1f} minutes", flush=True)
     return 1 if failed else 0
 
 

@@ -194,6 +194,15 @@ def test_a_pipe_where_data_are_expected(tmp_path, name):
         open_systems([str(tmp_path / "system")], ["A", "B"])
 
 
+@pytest.mark.parametrize("header", ["[{'descr': '<f8'}", "{'descr': '<f8'}\n  x\n y", "{1: 2, 'descr': 3}", "(" * 300])
+def test_a_header_of_npy_that_numpy_fails_on(tmp_path, header):
+    """Its reader lets errors of Python's tokenizer and comparisons through."""
+    text = header.encode().ljust(117) + b"\n"
+    (tmp_path / "coord.npy").write_bytes(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text)
+    with pytest.raises(UserError, match="cannot be read as a .npy file"):
+        open_npy(str(tmp_path / "coord.npy"))
+
+
 @pytest.mark.parametrize("suffix", [".dp", ".yaml"])
 def test_weights_that_are_not_numbers(tmp_path, suffix):
     """They would make all predictions of dp test and of ASE nan, without a word."""
