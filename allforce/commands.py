@@ -9,6 +9,9 @@ from allforce.errors import UserError
 
 
 def train(args: Namespace) -> int:
+    from allforce.distributed.orphans import end_with_launcher
+
+    end_with_launcher()
     from allforce.train.torch_calls import check_torch
 
     check_torch()

@@ -71,6 +71,10 @@ FULL_NAMES = {
     "pmi": "a PMI launcher",
 }
 
+# These outlive their workers: one that is gone was killed.
+LASTING = ("workers", "torchrun", "horovodrun", "openmpi", "mvapich2", "hydra", "pals", "jsrun", "flux", "slurm")
+LOST = 75  # exit code: a worker or its launcher died or hangs, nobody's mistake (EX_TEMPFAIL of sysexits.h)
+
 SLURM_RESERVED_STEPS = 4294967290  # this step id and above: interactive, batch and extern steps, one process
 
 # Numbers of ranks nobody vouches for: on their own they prove nothing, but a rank above 0 was never a lone process.

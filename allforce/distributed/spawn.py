@@ -23,13 +23,12 @@ import torch
 
 from ..errors import UserError
 from .devices import choose_threads, physical_cores
-from .launch import World, detect, scrubbed
+from .launch import LOST, World, detect, scrubbed
 
 LINE = "ALLFORCE_LINE_FD"
 GRACE = 2.0  # seconds that the others have to end by themselves when one has failed
 LOOK = 0.05  # seconds between two looks at the workers
 LONGEST = 60_000  # characters of a report: what a socket takes without a reader
-LOST = 75  # exit code: a worker died or hangs, nobody's mistake, try again (EX_TEMPFAIL of sysexits.h)
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)  # would happen again
 AGAIN = (LOST, *(128 + s for s in CRASHES))
 PR_SET_PDEATHSIG = 1  # linux/prctl.h

@@ -32,10 +32,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import UserError
-from .launch import World
+from .launch import LASTING, LOST, World
 from .network import outward_address
 from .profile import CountedComm
-from .spawn import LOST, report
+from .spawn import report
 
 LIMIT = 30.0  # seconds, until the input says otherwise
 INTERVAL = 0.5  # seconds between two signs of life
@@ -44,7 +44,6 @@ SLOW, STEPS = 5.0, 8  # times slower than the others over this many steps
 PAUSE = 0.2  # seconds for the last words to be read
 HANDSHAKE = 10.0  # seconds that a connection has to say who it is
 LONGEST = 1 << 16  # bytes of a line
-LASTING = ("workers", "torchrun", "horovodrun", "openmpi", "mvapich2", "hydra", "pals", "jsrun", "flux", "slurm")
 
 
 @dataclass

@@ -20,12 +20,11 @@ from allforce.config.schema import Input
 from allforce.distributed import devices
 from allforce.distributed.comm import Comm, LostContact
 from allforce.distributed.connect import agree, join
-from allforce.distributed.launch import World, detect
+from allforce.distributed.launch import LOST, World, detect
 from allforce.distributed.mpi_profile import write_profile
 from allforce.distributed.profile import CountedComm
 from allforce.distributed.shared import HostComm
 from allforce.distributed.spawn import report, run_local_workers, worker_count
-from allforce.distributed.watch import LOST
 from allforce.errors import UserError, file_problem
 from allforce.files import checkpoint
 from allforce.logs import CollectHandler, log

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from typing import Any
 from tiny import write_data, write_input
 
 import allforce.train.entry  # noqa: F401 - so that no child has to load it
-from allforce import cli
+from allforce import cli, logs
 from allforce.distributed import spawn
 from allforce.train.torch_calls import check_torch
 
@@ -50,6 +51,7 @@ def warm_up() -> None:
             with open("output", "w") as output, contextlib.redirect_stderr(output):
                 assert cli.main(["train", "input.json"]) == 0
         finally:
+            logs.close()
             os.chdir(here)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -128,6 +130,8 @@ def become(env: Mapping[str, str], cwd: Path | None, output: int | None, pass_fd
     os.environ.clear()
     os.environ.update(env)
     tempfile.tempdir = None
+    warnings.resetwarnings()  # pytest makes errors of them, and has streams of its own
+    sys.stdout, sys.stderr = (open(n, "w", buffering=1, closefd=False) for n in (1, 2))
     if last is not None:
         last()
     if RANK in env:  # by which it is found

@@ -116,7 +116,7 @@ def launchers(count: int, draw: random.Random) -> Outcome:
     """Of all launchers in turn, each started as users do."""
     names = [x for x in ("workers", "torchrun", "hydra", "openmpi", "horovodrun", "slurm") if not missing(x)]
     with scratch() as folder, slurm_cluster.SlurmCluster(folder) if "slurm" in names else nullcontext() as slurm:
-        extra = {"SLURM_CONF": slurm.environment["SLURM_CONF"]} if slurm else {}
+        extra = {"SLURM_CONF": slurm.environment["SLURM_CONF"], "SLURM_KILL_BAD_EXIT": "1"} if slurm else {}
         result = killed([(names[n // 2 % len(names)], extra) for n in range(count)], draw)
     result.note += f"; {', '.join(names)} in turn"
     return result
@@ -528,14 +528,14 @@ EXPERIMENTS: dict[str, tuple[Callable[[int, random.Random], Outcome], int]] = {
     "calls": (calls, 1),
     "disks": (disks, 64),
     "mutations": (mutations, 20_000),
-    "launchers": (launchers, 60),
-    "kills": (kills, 140),
+    "launchers": (launchers, 36),
+    "kills": (kills, 164),
     "stops": (stops, 50),
     "cuts": (cuts, 20),
     "tests": (tests, 1),
     "chaos": (chaos, 480),
 }
-COMPUTING = ["chaos", "launchers", "kills", "mutations", "corruptions", "calls", "disks"]  # a core for each
+COMPUTING = ["chaos", "kills", "launchers", "mutations", "corruptions", "calls", "disks"]  # a core for each
 WAITING = ["tests", "stops", "cuts", "writer"]  # for limits and for the disk: beside the others
 
 

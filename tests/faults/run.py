@@ -32,7 +32,8 @@ SECONDS = 120.0  # that anything here may take on a busy machine
 class Run:
     """`dp train` as `launcher` starts it; use it in a with statement: nothing of it is left at the end.
 
-    The launcher `forked` is `--workers`, forked instead of started. `extra` are variables of the environment.
+    The launcher `forked` is `--workers`, or a serial run, forked instead of started. `extra` are variables of the
+    environment.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Run:
 
     def ranks(self) -> dict[int, psutil.Process]:
         """The workers by rank."""
-        if self.launcher == "serial":
+        if self.launcher == "serial" or (self.launcher == "forked" and self.size == 1):
             return {0: psutil.Process(self.process.pid)}
         if self.launcher == "forked":
             return {int(p.name().split()[1]): p for p in self.tree() if p.name().startswith("rank ")}

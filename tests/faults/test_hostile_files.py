@@ -12,12 +12,16 @@ import torch
 from run import ROOT
 from tiny import changed, write_data, write_input, write_system
 
+from allforce.cli import main
 from allforce.config.load import parse_input
 from allforce.config.read import read_file
 from allforce.data.arrays import open_npy
 from allforce.data.discover import open_systems
 from allforce.errors import UserError
+from allforce.files import checkpoint
+from allforce.files.checkpoint import Checkpoint
 from allforce.files.model_file import load_model, save_model
+from allforce.infer.ase import DP
 from allforce.models import MODELS
 from allforce.neighbors import neighbor_list
 
@@ -203,16 +207,27 @@ def test_a_header_of_npy_that_numpy_fails_on(tmp_path, header):
         open_npy(str(tmp_path / "coord.npy"))
 
 
-@pytest.mark.parametrize("suffix", [".dp", ".yaml"])
-def test_weights_that_are_not_numbers(tmp_path, suffix):
+@pytest.mark.parametrize("suffix", [".dp", ".yaml", ".safetensors"])
+def test_weights_that_are_not_numbers(tmp_path, capsys, suffix):
     """They would make all predictions of dp test and of ASE nan, without a word."""
     config = parse_input(changed()).model
     model = MODELS[config.type](config)
     with torch.no_grad():
         next(model.parameters()).fill_(torch.nan)
-    save_model(model, tmp_path / f"model{suffix}")
-    with pytest.raises(UserError, match="of this model has numbers that are not finite"):
-        load_model(tmp_path / f"model{suffix}")
+    path = tmp_path / f"model{suffix}"
+    if suffix == ".safetensors":
+        weights = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
+        checkpoint.write(path, Checkpoint(weights, {"step": 1, "model": model.config.model_dump(mode="json")}))
+    else:
+        save_model(model, path)
+    words = "of this model has numbers that are not finite"
+    with pytest.raises(UserError, match=words):
+        load_model(path)
+    with pytest.raises(UserError, match=words):
+        DP(str(path))
+    system = write_system(tmp_path / "system", [0, 1], 3, 1)
+    assert main(["test", "-m", str(path), "-s", str(system)]) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_models_of_the_wrong_form(tmp_path):

@@ -36,7 +36,7 @@ def test_requeue(tmp_path):
     whole, folder, home = (tmp_path / name for name in ("whole", "job", "slurm"))
     for path in (whole, folder, home):
         path.mkdir()
-    with Run(whole, "workers", 2, **STEPS) as run:
+    with Run(whole, "forked", 2, **STEPS) as run:
         code, text = run.wait()
         assert code == 0, text
     from tiny import write_data, write_input

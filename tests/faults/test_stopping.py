@@ -39,7 +39,7 @@ def whole(tmp_path_factory):
     def folder(ranks: int) -> Path:
         if ranks not in done:
             done[ranks] = tmp_path_factory.mktemp(f"whole{ranks}")
-            with Run(done[ranks], "serial" if ranks == 1 else "workers", ranks, **STEPS) as run:
+            with Run(done[ranks], "forked", ranks, **STEPS) as run:
                 code, text = run.wait()
             assert code == 0, text
         return done[ranks]
@@ -62,14 +62,14 @@ def test_a_signal_saves_and_the_restart_ends_as_if_nothing_had_happened(tmp_path
         got, text = run.wait()
     assert got == code and "Traceback" not in text, text
     assert f"stopped by {signal.Signals(number).name} at step" in text, text
-    with Run(tmp_path, launcher, ranks, "--restart", "auto", data=False) as run:
+    with Run(tmp_path, "forked", ranks, "--restart", "auto", data=False) as run:
         got, text = run.wait()
     assert got == 0 and "Continue at step" in text, text
     same(whole(ranks), tmp_path)
 
 
 def test_a_signal_to_one_rank_ends_all(tmp_path):
-    with Run(tmp_path, "workers", 2, **NEVER) as run:
+    with Run(tmp_path, "forked", 2, **NEVER) as run:
         run.wait_for("Batch      50")
         run.kill(1, signal.SIGTERM)
         code, text = run.wait()
@@ -93,21 +93,21 @@ def test_ctrl_c_under_mpirun(tmp_path, launcher):
 
 
 def test_the_time_limit(tmp_path):
-    with Run(tmp_path, "serial", 1, "--max-wall-time", "0:15", **NEVER) as run:
+    with Run(tmp_path, "forked", 1, "--max-wall-time", "0:05", **NEVER) as run:
         code, text = run.wait()
     assert code == 0 and "stopped by the time limit at step" in text, text
     assert checkpoint.numbered(tmp_path / "model.ckpt")
 
 
-@pytest.mark.parametrize("launcher, ranks", [("serial", 1), ("workers", 2)])
-def test_killed_at_any_moment_and_restarted(tmp_path, whole, launcher, ranks):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_killed_at_any_moment_and_restarted(tmp_path, whole, ranks):
     """Two kills of the whole run, then to the end: byte for byte the run that nobody disturbed."""
     for after, args in ((60, ()), (230, ("--restart", "auto"))):
-        with Run(tmp_path, launcher, ranks, *args, data=not args, **STEPS) as run:
+        with Run(tmp_path, "forked", ranks, *args, data=not args, **STEPS) as run:
             run.wait_for(f"Batch {after:7d}")
             run.process.kill()
             run.wait()
-    with Run(tmp_path, launcher, ranks, "--restart", "auto", data=False) as run:
+    with Run(tmp_path, "forked", ranks, "--restart", "auto", data=False) as run:
         code, text = run.wait()
     assert code == 0, text
     same(whole(ranks), tmp_path)
@@ -127,7 +127,7 @@ def test_a_lost_worker_is_restarted(tmp_path, whole):
 def test_nothing_left_to_do_changes_nothing(whole):
     folder = whole(1)
     before = {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in folder.iterdir() if p.name not in ("output", "tmp")}
-    with Run(folder, "serial", 1, "--restart", ".", data=False) as run:
+    with Run(folder, "forked", 1, "--restart", ".", data=False) as run:
         code, text = run.wait()
     assert code == 0 and "is at step 400 of 400: nothing is left to do" in text, text
     after = {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in folder.iterdir() if p.name not in ("output", "tmp")}
@@ -135,14 +135,14 @@ def test_nothing_left_to_do_changes_nothing(whole):
 
 
 def test_a_second_run_in_the_folder_is_refused(tmp_path):
-    with Run(tmp_path, "serial", 1, **NEVER) as first:
+    with Run(tmp_path, "forked", 1, **NEVER) as first:
         first.wait_for("Batch      10")
-        with Run(tmp_path, "serial", 1, data=False) as second:
+        with Run(tmp_path, "forked", 1, data=False) as second:
             code, text = second.wait()
         assert code == 2 and f"another run is writing here (process {first.process.pid} on" in text, text
         first.process.kill()
         first.wait()
-    with Run(tmp_path, "serial", 1, data=False) as third:  # a dead run has no lock
+    with Run(tmp_path, "forked", 1, data=False) as third:  # a dead run has no lock
         third.wait_for("Batch      10")
 
 
@@ -166,7 +166,7 @@ def fill(disk, left):
 def test_full_disk(tmp_path, disk):
     """The run goes on without checkpoints, and fails at the end with the older one intact."""
     changes = {**STEPS, "training__save_dir": "disk", "training__numb_steps": 40, "training__save_freq": 10}
-    with Run(tmp_path, "serial", 1, **changes) as run:
+    with Run(tmp_path, "forked", 1, **changes) as run:
         run.wait_for("Start to train")
         first = time.monotonic()
         while not checkpoint.numbered(disk / "model.ckpt") and time.monotonic() < first + 60:
@@ -191,7 +191,7 @@ def test_a_disk_too_full_for_what_a_run_tells(tmp_path, disk, when):
     }
     if when == "before":
         fill(disk, left=0)
-    with Run(tmp_path, "serial", 1, "--timeline", "disk/t.json", "-l", "disk/train.log", **changes) as run:
+    with Run(tmp_path, "forked", 1, "--timeline", "disk/t.json", "-l", "disk/train.log", **changes) as run:
         if when == "later":
             run.wait_for("Batch      10")
             fill(disk, left=0)
@@ -262,7 +262,7 @@ print("PLACE", json.dumps(seen[0]), flush=True)
 sys.exit(code)
 """
     (tmp_path / "program.py").write_text(program)
-    with Run(tmp_path, "serial", 1, **STEPS | {"training__numb_steps": 10}) as run:
+    with Run(tmp_path, "forked", 1, **STEPS | {"training__numb_steps": 10}) as run:
         assert run.wait()[0] == 0
 
     write_input(tmp_path, **STEPS | {"training__numb_steps": 20})
