@@ -54,8 +54,7 @@ endif
 
 # Nothing else should compute on the machine: it tells how fast a death is noticed.
 faults: venv
-	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/full.py $(FAULTS_ARGS)
-	ALLFORCE_FAULTS=full OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python tests/faults/full.py $(FAULTS_ARGS)
 
 docs: venv
 	$(BIN)/dp doc-train-input --out-type markdown > docs/input.md
