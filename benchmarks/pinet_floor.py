@@ -1,10 +1,10 @@
 """A training step of PiNet beside its matrix products and scatters alone.
 
-One step (energies, forces, and the gradient of a loss on both) is run once while every matrix product and every gather
-or sum between atoms and pairs that it makes is written down with its operands. Then the step, and the list alone, are
-timed in turns, in seconds of the processor (one thread), so that other programs count little. A third time is that of
-the list with every activation's tanh, once, as no order of computing avoids it. What the step takes longer is the
-derivatives of activations and basis, and the bookkeeping of autograd.
+One step (energies, forces, and the gradient of a loss on both) is run once by automatic differentiation, while every
+matrix product and every gather or sum between atoms and pairs that it makes is written down with its operands. Then the
+step as it is trained, the one by automatic differentiation, and the list alone are timed in turns, in seconds of the
+processor (one thread), so that other programs count little. A further time is that of the list with every activation's
+tanh, once, as no order of computing avoids it.
 
     python benchmarks/pinet_floor.py --seconds 5
 """
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from common import WATER, markdown_table, write_result
@@ -28,6 +29,8 @@ from allforce.data.prepare import Preparation
 from allforce.distributed.devices import keep_freed_memory
 from allforce.losses import LOSSES
 from allforce.models import MODELS
+from allforce.models.pinn import PiNetPotential
+from allforce.models.potential import Potential
 
 aten = torch.ops.aten
 COUNTED = {aten.mm, aten.addmm, aten.bmm, aten.index_select, aten.index_add, aten.index_add_, aten.scatter_add_}
@@ -66,10 +69,15 @@ def step_of(kind: str, keys: dict[str, Any], precision: str, frames: int) -> Cal
     )
 
 
+def by_autograd(step: Callable[[], Any]) -> None:
+    with patch.object(PiNetPotential, "energies_and_gradient", Potential.energies_and_gradient):
+        step()
+
+
 def in_turns(step: Callable[[], Any], calls: list[tuple[Callable, tuple, dict]], seconds: float) -> list[float]:
-    """Median times of the step, of the products and scatters alone, and of these with tanh."""
+    """Median times of the step, of that by autograd, of the products and scatters alone, and of these with tanh."""
     short = [call for call in calls if call[0].overloadpacket is not aten.tanh]
-    whats = [step, partial(repeat, short), partial(repeat, calls)]
+    whats = [step, partial(by_autograd, step), partial(repeat, short), partial(repeat, calls)]
     times: list[list[float]] = [[] for _ in whats]
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times[0]) < 5:
@@ -99,15 +107,17 @@ def main() -> None:
             step = step_of(kind, keys, precision, args.frames)
             step()
             with Written() as written:
-                step()
-            whole, alone, tanh = in_turns(step, written.calls, args.seconds)
-            cells = [f"{x * 1e3:.1f}" for x in (whole, alone, tanh)]
+                by_autograd(step)
+            whole, autograd, alone, tanh = in_turns(step, written.calls, args.seconds)
+            cells = [f"{x * 1e3:.1f}" for x in (whole, autograd, alone, tanh)]
             rows.append([name, precision, *cells, f"{whole / alone:.2f}", f"{whole / tanh:.2f}"])
-            data.append({"network": name, "precision": precision, "step": whole, "floor": alone, "with tanh": tanh})
+            times = {"step": whole, "by autograd": autograd, "floor": alone, "with tanh": tanh}
+            data.append({"network": name, "precision": precision, **times})
     head = [
         "network",
         "precision",
         "step, ms",
+        "by autograd, ms",
         "products and scatters, ms",
         "with tanh, ms",
         "ratio",

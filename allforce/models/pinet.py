@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from allforce.data.batch import Edges
+from allforce.models import pinet_steps as steps
 from allforce.models.layers import activation
 from allforce.models.pinet_ops import interaction, tanh
 
@@ -66,6 +67,20 @@ class Basis(nn.Module):
             self.powers = list(range(1, n_basis + 1)) if isinstance(n_basis, int) else list(n_basis)
             self.size = len(self.powers)
 
+    def with_slope(self, r: Tensor) -> tuple[Tensor, Tensor]:
+        """e_b and ∂e_b/∂r, both (E, nb)."""
+        with torch.enable_grad():
+            x = r.detach().requires_grad_()
+            fc = self.cutoff(x, self.rc)
+            (slope,) = torch.autograd.grad(fc.sum(), x)
+        fc = fc.detach()
+        if self.gaussian:
+            apart = r[:, None] - self.center
+            bells = torch.exp(-self.gamma * apart**2)
+            return bells * fc[:, None], bells * (slope[:, None] - 2.0 * self.gamma * apart * fc[:, None])
+        powers = [(fc ** (n - 1), n) for n in self.powers]
+        return torch.stack([p * fc for p, _ in powers], 1), torch.stack([n * p * slope for p, n in powers], 1)
+
     def forward(self, r: Tensor) -> Tensor:
         """(E, nb) from distances (E,)."""
         fc = self.cutoff(r, self.rc)
@@ -84,6 +99,10 @@ class Dense(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (…, in) -> (…, out)
         return x @ self.kernel if self.bias is None else torch.addmm(self.bias, x, self.kernel)
+
+    def record(self, tape: steps.Tape, x: steps.Quantity, tanh: bool = True) -> steps.Quantity:
+        bias = None if self.bias is None else tape.weight(self.bias)
+        return steps.Dense(tape, x, tape.weight(self.kernel), bias, tanh).out
 
 
 class Maker:
@@ -116,6 +135,11 @@ class FF(nn.Module):
             x = self.phi(layer(x))
         return x
 
+    def record(self, tape: steps.Tape, x: steps.Quantity) -> steps.Quantity:
+        for layer in self.dense_layers:
+            x = layer.record(tape, x, self.phi is tanh)
+        return x
+
 
 class PI(nn.Module):
     """From the properties of two atoms and the basis of their distance to the interaction I (E, c)."""
@@ -140,6 +164,29 @@ class PI(nn.Module):
         pair = types.index_select(0, edges.i) * n + types.index_select(0, edges.j)
         columns = pair[:, None] * self.n_basis + torch.arange(self.n_basis, device=e.device)
         return e.new_zeros(len(e), n * n * self.n_basis).scatter(1, columns, e) @ w.flatten(0, 1)
+
+    def record(self, tape: steps.Tape, P: steps.Quantity | None, elements: Elements) -> steps.Quantity:
+        """P: None in the first block, where w depends on the two elements only."""
+        if P is None:
+            present, place = torch.unique(elements.types, return_inverse=True)
+            n, grid = len(present), torch.arange(len(present))
+            kinds = self.ff_layer.phi(self.net(elements.rows[present], grid.repeat_interleave(n), grid.repeat(n)))
+            return steps.OfKinds(tape, place[tape.edges.i] * n + place[tape.edges.j], kinds).out
+        first, *others = self.ff_layer.dense_layers
+        assert first.bias is not None
+        # [P_i, P_j]·kernel = a_i + b_j, and [a, b] of all atoms is one product
+        split, by_basis = (2, self.size_in, -1), (self.size, self.n_basis)
+        if not others:  # in both cases (c, n_basis) -> (n_basis, c) for the last layer
+            w = tape.weight(first.kernel, (*split[:2], *by_basis), (1, 0, 3, 2))
+            b = tape.weight(first.bias, by_basis, (1, 0))
+            return steps.Direct(tape, steps.Dense(tape, P, w, b, tanh=False).out, self.n_basis).out
+        ab = steps.Dense(tape, P, tape.weight(first.kernel, split, (1, 0, 2)), tape.weight(first.bias), tanh=False).out
+        x, (*hidden, last) = steps.Pairs(tape, ab).out, others
+        for layer in hidden:
+            x = layer.record(tape, x)
+        assert last.bias is not None
+        w, b = tape.weight(last.kernel, (-1, *by_basis), (0, 2, 1)), tape.weight(last.bias, by_basis, (1, 0))
+        return steps.Interaction(tape, x, w, b, self.n_basis).out
 
     def net(self, P: Tensor, i: Tensor, j: Tensor) -> Tensor:
         """FF([P_i, P_j]) before its last activation, (pairs, n_basis, c)."""
@@ -172,6 +219,11 @@ class Out(nn.Module):
         y = self.out_units(self.ff_layer(x.flatten(0, -2)))
         return y.view(*x.shape[:-1], y.shape[-1])
 
+    def record(self, tape: steps.Tape, x: steps.Quantity) -> None:
+        chain: list[Any] = list(self.ff_layer.dense_layers)
+        layers = [(tape.weight(layer.kernel), tape.weight(layer.bias)) for layer in chain]
+        steps.Out(tape, x, layers, tape.weight(self.out_units.kernel))
+
 
 class Residual(nn.Module):
     """P + P', with a matrix on P when their widths differ."""
@@ -182,6 +234,9 @@ class Residual(nn.Module):
 
     def forward(self, old: Tensor, new: Tensor) -> Tensor:
         return (old if self.transform is None else self.transform(old)) + new
+
+    def record(self, tape: steps.Tape, old: steps.Quantity | Tensor, new: steps.Quantity) -> steps.Quantity:
+        return steps.Residual(tape, old, None if self.transform is None else self.transform.kernel, new).out
 
 
 def of_atoms(I: Tensor, edges: Edges, natoms: int) -> Tensor:  # noqa: E741
@@ -202,6 +257,10 @@ class Block(nn.Module):
     def forward(self, P: Tensor, edges: Edges, e: Tensor, elements: Elements | None) -> Tensor:
         Q = P if self.pp_layer is None else self.pp_layer(P)
         return of_atoms(self.ii_layer(self.pi_layer(Q, edges, e, elements)), edges, len(P))
+
+    def record(self, tape: steps.Tape, P: steps.Quantity | None, elements: Elements) -> steps.Quantity:
+        Q = P if P is None or self.pp_layer is None else self.pp_layer.record(tape, P)
+        return steps.SumOfPairs(tape, self.ii_layer.record(tape, self.pi_layer.record(tape, Q, elements))).out
 
 
 class PiNet(nn.Module):
@@ -231,6 +290,14 @@ class PiNet(nn.Module):
             P = self.res_update[t](P, new)
         return {"out": out[:, 0]}
 
+    def record(self, tape: steps.Tape, elements: Elements) -> None:
+        """The same, step by step, for derivatives by hand."""
+        P = None
+        for t, block in enumerate(self.gc_blocks):
+            new = block.record(tape, P, elements)
+            self.out_layers[t].record(tape, new)
+            P = self.res_update[t].record(tape, elements.properties() if P is None else P, new)
+
 
 def basis_of(config: Any) -> Basis:
     return Basis(config.cutoff_type, config.basis_type, config.rc, config.n_basis, config.gamma, config.center)
@@ -252,6 +319,12 @@ class Invariant(nn.Module):
     def forward(self, P1: Tensor, edges: Edges, e: Tensor, elements: Elements | None) -> tuple[Tensor, Tensor]:
         I1 = self.ii_layer(self.pi_layer(P1, edges, e, elements))
         return self.pp_layer(of_atoms(I1, edges, len(P1))), I1
+
+    def record(
+        self, tape: steps.Tape, P1: steps.Quantity | None, elements: Elements
+    ) -> tuple[steps.Quantity, steps.Quantity]:
+        I1 = self.ii_layer.record(tape, self.pi_layer.record(tape, P1, elements))
+        return self.pp_layer.record(tape, steps.SumOfPairs(tape, I1).out), I1
 
 
 class Mixed(nn.Module):
@@ -286,6 +359,21 @@ class Equivariant(nn.Module):
         left, right = (new, new) if self.dot_layer is None else (self.dot_layer.wi(new), self.dot_layer.wj(new))
         return new, I3, (left * right).sum(1)
 
+    def record(
+        self, tape: steps.Tape, P3: steps.Quantity | None, I1: steps.Quantity
+    ) -> tuple[steps.Quantity, steps.Quantity]:
+        """P3: None in the first block, where it is 0."""
+        of_i, of_j = None, P3
+        if P3 is None and self.pi_layer is not None:  # of no effect, but weights of the network
+            tape.weight(self.pi_layer.wi.kernel), tape.weight(self.pi_layer.wj.kernel)
+        if P3 is not None and self.pi_layer is not None:
+            of_i, of_j = (layer.record(tape, P3, tanh=False) for layer in (self.pi_layer.wi, self.pi_layer.wj))
+        new = self.pp_layer.record(tape, steps.Vectors(tape, I1, self.pp_layer.size, of_i, of_j).out)
+        left = right = new
+        if self.dot_layer is not None:
+            left, right = (layer.record(tape, new, tanh=False) for layer in (self.dot_layer.wi, self.dot_layer.wj))
+        return new, steps.Dot(tape, left, right).out
+
 
 class Block2(nn.Module):
     """A block of PiNet2: scalars P1 (N, c) and, from rank 3 on, vectors P3 (N, 3, c)."""
@@ -310,6 +398,19 @@ class Block2(nn.Module):
         p1, scale = self.pp_layer(torch.cat([p1, dotted], dim=1)).chunk(2, dim=1)
         return {"p1": p1, "i1": i1, "p3": p3 * scale[:, None, :], "i3": i3, "dotted_p3": dotted}
 
+    def record(
+        self, tape: steps.Tape, P1: steps.Quantity | None, P3: steps.Quantity | None, elements: Elements
+    ) -> tuple[steps.Quantity, steps.Quantity | None]:
+        """The new properties of atoms."""
+        p1, i1 = self.invar_p1_layer.record(tape, P1, elements)
+        if self.equivar_p3_layer is None:
+            return self.pp_layer.record(tape, p1), None
+        width = self.equivar_p3_layer.pp_layer.size
+        p3, dotted = self.equivar_p3_layer.record(tape, P3, i1)
+        both = self.pp_layer.record(tape, steps.Columns(tape, [p1, dotted], 0, 2 * width).out)
+        p1, scale = (steps.Columns(tape, [both], k * width, (k + 1) * width).out for k in range(2))
+        return p1, steps.Scaled(tape, p3, scale).out
+
 
 class PiNet2(nn.Module):
     """PiNet with vectors beside the scalars. `out_extra`: further outputs by what they are read from.
@@ -329,9 +430,10 @@ class PiNet2(nn.Module):
             update3.append(Residual(size3, width, make))
             size1 = size3 = width
         self.gc_blocks: list[Block2] = nn.ModuleList(blocks)  # type: ignore[assignment]
-        self.res_update1 = nn.ModuleList(update1)
-        self.res_update3 = nn.ModuleList(update3) if vectors else None
-        self.out_layers = nn.ModuleList(Out(width, config.out_nodes, 1, make) for _ in blocks)
+        self.res_update1: list[Residual] = nn.ModuleList(update1)  # type: ignore[assignment]
+        self.res_update3: list[Residual] | None = nn.ModuleList(update3) if vectors else None  # type: ignore[assignment]
+        outs = nn.ModuleList(Out(width, config.out_nodes, 1, make) for _ in blocks)
+        self.out_layers: list[Out] = outs  # type: ignore[assignment]
         for name, units in self.extra.items():
             layers = nn.ModuleList(Out(sizes[name], config.out_nodes, units, make) for _ in blocks)
             self.add_module(f"{name}_out_layers", layers)
@@ -352,3 +454,13 @@ class PiNet2(nn.Module):
             if self.res_update3 is not None:
                 P3 = self.res_update3[t](P3, new["p3"])
         return {**out, "out": out["out"][:, 0]}
+
+    def record(self, tape: steps.Tape, elements: Elements) -> None:
+        """`out`, step by step, for derivatives by hand."""
+        P1, P3 = None, None
+        for t, block in enumerate(self.gc_blocks):
+            p1, p3 = block.record(tape, P1, P3, elements)
+            self.out_layers[t].record(tape, p1)
+            P1 = self.res_update1[t].record(tape, elements.properties() if P1 is None else P1, p1)
+            if self.res_update3 is not None and p3 is not None:
+                P3 = self.res_update3[t].record(tape, p3.y.new_zeros(len(p3.y), 1) if P3 is None else P3, p3)

@@ -36,9 +36,11 @@ from allforce.data.prepare import Limit, Needs
 from allforce.data.sample import Sample
 from allforce.errors import UserError
 from allforce.models.bias import fit_energy_bias
+from allforce.models.kernels import compiled
 from allforce.models.layers import DTYPES, generator
 from allforce.models.model import CountNeighbors, Model
 from allforce.models.pinet import Elements, Maker, PiNet, PiNet2
+from allforce.models.pinet_steps import Tape
 from allforce.models.potential import Potential
 
 Numbers = list[float]
@@ -249,7 +251,20 @@ class PiNetPotential(PinnModel, Potential):
 
     def energies(self, batch: Batch, r: Tensor) -> Tensor:
         out = self.outputs_of(batch, r)["out"]
+        return self.in_unit(out, batch)
+
+    def in_unit(self, out: Tensor, batch: Batch) -> Tensor:
         return (out / self.config.e_scale + self.dress[batch.type]) * self.config.e_unit
+
+    def energies_and_gradient(self, batch: Batch, r: Tensor) -> tuple[Tensor, Tensor]:
+        """By hand on CPUs, for networks with tanh."""
+        if not compiled(r) or self.config.act.lower() != "tanh":
+            return super().energies_and_gradient(batch, r)
+        tape = Tape(batch.edges, r, batch.own, len(batch.type), self.elements, self.network.basis)
+        self.network.record(tape, Elements(self.elements, batch.type))
+        out, gradient = tape.results()
+        e = self.in_unit(out, batch)
+        return e if batch.own is None else e * batch.own, gradient * (self.config.e_unit / self.config.e_scale)
 
     def forward(self, batch: Batch, wanted: Collection[str]) -> dict[str, Tensor]:
         out = super().forward(batch, wanted)

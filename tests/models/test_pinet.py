@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,11 @@ import torch
 from suite import CELLS, ModelSuite, batch_of, evaluate, structure
 
 from allforce.data.batch import Frame
-from allforce.models import MODELS
+from allforce.models import MODELS, pinet_steps
 from allforce.models.pinet_ops import SMALL, Tanh, interaction, tanh
+from allforce.models.potential import Potential
 
+AUTOGRAD = Potential.energies_and_gradient
 NODES = {"pp_nodes": [6, 5], "pi_nodes": [4, 3], "ii_nodes": [4, 5], "out_nodes": [4]}
 
 
@@ -83,6 +86,38 @@ CASES = {
     "pinet2 weighted": ("pinet2", {"weighted": True}),
     "pinet2 many elements": ("pinet2", {"type_map": ["O", "H", "C", "N", "F"]}),
 }
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("some", [False, True])
+def test_steps_by_hand(case, some, monkeypatch):
+    """Energies, gradient and the derivative of both by every weight, against autograd; also where some centres are
+    another block's, in a batch of two frames, in pieces of a few pairs, and a second time."""
+    monkeypatch.setattr(pinet_steps, "CHUNK", 400)
+    kind, keys = CASES[case]
+    model = make(kind, depth=3, **keys)
+    batch = batch_of(model, structure(4, 9, 2, CELLS["triclinic"]), structure(5, 6, 2, None))
+    rng = torch.Generator().manual_seed(1)
+    if some:
+        batch.own = (torch.rand(len(batch.type), generator=rng) > 0.4).double()
+    named = dict(model.named_parameters())
+    u, v = (
+        torch.randn(len(batch.type), generator=rng).double(),
+        torch.randn(batch.edges.r.shape, generator=rng).double(),
+    )
+
+    def results(way):
+        e, g = way(batch, batch.edges.r)
+        loss = (u * e).sum() + (v * g).sum() + (g * g).sum() + e.sum() ** 2
+        first, again = (torch.autograd.grad(loss, named.values(), retain_graph=True, allow_unused=True) for _ in "ab")
+        return {"e": e.detach(), "g": g.detach(), **dict(zip(named, first, strict=True))}, again
+
+    (found, again), (expected, _) = results(model.energies_and_gradient), results(partial(AUTOGRAD, model))
+    assert [name for name in named if found[name] is None] == [name for name in named if expected[name] is None]
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12 * float(expected[name].abs().max()))
+    for name, value in zip(named, again, strict=True):
+        assert torch.equal(value, found[name]), name
 
 
 def weights_of(model) -> dict[str, np.ndarray]:

@@ -1,0 +1,565 @@
+"""PiNet's output with its gradient, and the derivative of both by the weights, written by hand.
+
+The network is recorded as steps y = f(x; w) that follow each other. Of each quantity y four things are computed, each
+in one sweep over the steps:
+
+    y                                     the value, forwards
+    ŷ = ∂E/∂y,  E = Σ_i own_i out_i       backwards; with it ∂E/∂r
+    ẏ = ∂y/∂r · v                         forwards, once the adjoint v of ∂E/∂r is known
+    ȳ = ∂Φ/∂y,  Φ = Σ_i ē_i out_i + Ė     backwards; with it ∂Φ/∂w, because <v, ∂E/∂r> = Ė
+
+For a dense layer y = tanh(z), z = x w + b, with s = 1 − y²:
+
+    ẑ = ŷ s,  x̂ = ẑ wᵀ      ż = ẋ w,  ẏ = ż s      z̄ = ȳ s − 2 y ŷ ẏ,  x̄ = z̄ wᵀ,  w̄ = xᵀ z̄ + ẋᵀ ẑ,  b̄ = Σ z̄
+
+six products with each w, as in scalar_net.py. Nothing is differentiated by r twice: no loss needs it. What does not
+depend on r (w of pairs of elements, the linear output nets as one vector) is made by autograd before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from allforce.data.batch import Edges
+from allforce.models import pinet_kernels as kernels
+
+CHUNK = 2**19  # bytes of z that are worked on at once: they stay in the cache
+
+
+class Quantity:
+    """y (rows, c), ŷ, ẏ, ȳ; y and ẏ are halves of one tensor, so that xᵀ z̄ + ẋᵀ ẑ is one product."""
+
+    __slots__ = ("bar", "both", "dot", "hat", "y")
+
+    def __init__(self, like: Tensor, rows: int, width: int, second: bool):
+        self.both = like.new_empty(2 if second else 1, rows, width)
+        self.y, self.dot = self.both[0], self.both[-1]
+        self.hat: Any = None  # a tensor, once something was added
+        self.bar: Any = None
+
+    def zeros(self) -> Tensor:
+        return torch.zeros_like(self.y)
+
+    def add_hat(self, value: Tensor) -> None:
+        self.hat = value if self.hat is None else self.hat.add_(value)
+
+    def add_bar(self, value: Tensor) -> None:
+        self.bar = value if self.bar is None else self.bar.add_(value)
+
+
+class Weight:
+    """What is differentiated by. The steps may want its numbers in another order: view(shape).permute(order)."""
+
+    def __init__(self, value: Tensor, shape: Sequence[int] = (), order: Sequence[int] = ()):
+        self.own_shape, self.order, self.value = value.shape, order, value.detach()
+        self.bar: Any = None
+        if order:
+            moved = self.value.view(tuple(shape)).permute(tuple(order))
+            self.shape = moved.shape
+            self.value = moved.reshape(len(moved), -1) if value.dim() > 1 else moved.flatten()
+
+    def gradient(self) -> Tensor:
+        bar, self.bar = torch.zeros_like(self.value) if self.bar is None else self.bar, None
+        if not self.order:
+            return bar
+        back = sorted(range(len(self.order)), key=lambda k: self.order[k])
+        return bar.view(self.shape).permute(back).reshape(self.own_shape)
+
+
+class Tape:
+    """The pairs, and the steps over them and their atoms."""
+
+    def __init__(self, edges: Edges, r: Tensor, own: Tensor | None, natoms: int, like: Tensor, basis: Any):
+        self.second = torch.is_grad_enabled()
+        self.steps: list[Step] = []
+        self.inputs: list[Tensor] = []
+        self.weights: list[Weight] = []
+        self.edges, self.natoms, self.i, self.j, self.like = edges, natoms, edges.i.numpy(), edges.j.numpy(), like
+        self.out = self.out_bar = like.new_zeros(natoms, 1)
+        self.own = torch.ones_like(self.out) if own is None else own.detach().to(like.dtype)[:, None]
+        r = r.detach()
+        self.distance = torch.linalg.vector_norm(r, dim=1, keepdim=True)
+        self.n = r / self.distance  # (E, 3)
+        e, slope = basis.with_slope(self.distance[:, 0])
+        self.e, self.slope, self.unit = (x.to(like.dtype).contiguous() for x in (e, slope, self.n))
+        self.e_hat, self.n_hat = torch.zeros_like(self.e), torch.zeros_like(self.unit)
+        self.vectors = False  # whether anything depends on n
+        self.e_dot, self.n_dot = torch.empty_like(self.e), torch.empty_like(self.unit)
+
+    def weight(self, value: Tensor, shape: Sequence[int] = (), order: Sequence[int] = ()) -> Weight:
+        self.inputs.append(value)
+        self.weights.append(Weight(value, shape, order))
+        return self.weights[-1]
+
+    def quantity(self, rows: int, width: int) -> Quantity:
+        return Quantity(self.like, rows, width, self.second)
+
+    def results(self) -> tuple[Tensor, Tensor]:
+        """out_i (N,) and ∂E/∂r (E, 3) in float64; in grad mode both can be differentiated by the weights."""
+        used: list[Step] = []
+        for step in reversed(self.steps):
+            if step.out is None or step.out.hat is not None:  # the vectors of the last block do nothing
+                step.back()
+                used.insert(0, step)
+        self.steps = used
+        gradient = (self.e_hat * self.slope).sum(1, keepdim=True) * self.n
+        if self.vectors:
+            gradient = gradient + self._across(self.n_hat.double())
+        apply: Callable = Recorded.apply
+        return apply(self, self.out[:, 0].double(), gradient.double(), *self.inputs)
+
+    def _across(self, v: Tensor) -> Tensor:
+        """∂n/∂r · v, a symmetric matrix."""
+        return (v - (v * self.n).sum(1, keepdim=True) * self.n) / self.distance
+
+    def differentiate(self, out_bar: Tensor, v: Tensor) -> list[Tensor]:
+        """∂Φ/∂w of all weights."""
+        self.e_dot.copy_(self.slope * (v * self.n).sum(1, keepdim=True))
+        if self.vectors:
+            self.n_dot.copy_(self._across(v))
+        self.out_bar = out_bar[:, None].to(self.like.dtype)
+        for step in self.steps:
+            step.tangent()
+        for step in reversed(self.steps):
+            step.adjoint()
+        return [w.gradient() for w in self.weights]
+
+
+class Recorded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tape: Tape, out: Tensor, gradient: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.tape = tape if any(ctx.needs_input_grad) else None
+        return out, gradient
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, out_bar: Tensor, v: Tensor):
+        return None, None, None, *ctx.tape.differentiate(out_bar, v)
+
+
+class Step:
+    out: Any = None  # a Quantity, of all but the last steps
+
+    def back(self) -> None: ...
+    def tangent(self) -> None: ...
+    def adjoint(self) -> None: ...
+
+
+class Dense(Step):
+    """y = tanh(x w + b) or x w + b; a short b belongs to the last columns."""
+
+    def __init__(self, tape: Tape, x: Quantity, w: Weight, b: Weight | None, tanh: bool = True):
+        self.x, self.w, self.b, self.tanh = x, w, b, tanh
+        self.out = tape.quantity(len(x.y), w.value.shape[1])
+        self.z = torch.empty_like(self.out.both)  # z̄ and ẑ
+        torch.mm(x.y, w.value, out=self.out.y)
+        if b is not None:
+            self.out.y[:, -len(b.value) :] += b.value
+        if tanh:
+            self.out.y.tanh_()
+        tape.steps.append(self)
+
+    def back(self) -> None:
+        if self.tanh:
+            torch.ops.aten.tanh_backward.grad_input(self.out.hat, self.out.y, grad_input=self.z[-1])
+        else:
+            self.z[-1].copy_(self.out.hat)
+        self.x.add_hat(self.z[-1] @ self.w.value.T)
+
+    def tangent(self) -> None:
+        y, dot = self.out.y, self.out.dot
+        torch.mm(self.x.dot, self.w.value, out=dot)
+        if self.tanh:
+            torch.ops.aten.tanh_backward.grad_input(dot, y, grad_input=dot)
+
+    def adjoint(self) -> None:
+        out, z_bar = self.out, self.z[0]
+        if self.tanh:
+            tanh_adjoint(out, z_bar)
+        else:
+            z_bar.copy_(out.bar)
+        if self.b is not None:
+            self.b.bar = sum_of_rows(z_bar)[-len(self.b.value) :]
+        out.bar = None
+        self.w.bar = self.x.both.flatten(0, 1).T @ self.z.flatten(0, 1)
+        self.x.add_bar(z_bar @ self.w.value.T)
+
+
+def sum_of_rows(x: Tensor) -> Tensor:
+    total = x.new_zeros(x.shape[1])
+    kernels.add_rows(x.numpy(), total.numpy())
+    return total
+
+
+def tanh_adjoint(out: Quantity, z_bar: Tensor) -> None:
+    """z̄ of y = tanh(z); it may take the place of ȳ."""
+    kernels.tanh_adjoint(*(x.view(-1).numpy() for x in (out.y, out.hat, out.dot, out.bar, z_bar)))
+
+
+class Pairs(Step):
+    """y = tanh(a_i + b_j) of pairs, with [a, b] of atoms."""
+
+    def __init__(self, tape: Tape, x: Quantity):
+        self.x, self.i, self.j = x, tape.i, tape.j
+        self.out = tape.quantity(len(tape.i), x.y.shape[1] // 2)
+        kernels.to_pairs(x.y.numpy(), self.i, self.j, self.out.y.numpy())
+        self.out.y.tanh_()
+        tape.steps.append(self)
+
+    def back(self) -> None:
+        self.x.add_hat(self._to_atoms(torch.ops.aten.tanh_backward(self.out.hat, self.out.y)))
+
+    def tangent(self) -> None:
+        y, dot = self.out.y, self.out.dot
+        kernels.to_pairs(self.x.dot.numpy(), self.i, self.j, dot.numpy())
+        torch.ops.aten.tanh_backward.grad_input(dot, y, grad_input=dot)
+
+    def adjoint(self) -> None:
+        tanh_adjoint(self.out, self.out.bar)
+        self.x.add_bar(self._to_atoms(self.out.bar))
+        self.out.bar = None
+
+    def _to_atoms(self, z: Tensor) -> Tensor:
+        ab = self.x.zeros()
+        kernels.from_pairs(z.numpy(), self.i, self.j, ab.numpy())
+        return ab
+
+
+class Interaction(Step):
+    """I_c = Σ_b tanh(z_bc) e_b, z = x w + b, for some pairs after the other."""
+
+    def __init__(self, tape: Tape, x: Quantity, w: Weight, b: Weight, n_basis: int):
+        self.tape, self.x, self.w, self.b = tape, x, w, b
+        rows, width = len(x.y), w.value.shape[1]
+        self.out = tape.quantity(rows, width // n_basis)
+        self.tanh = x.y.new_empty(rows, width)
+        self.dot = torch.empty_like(self.tanh) if tape.second else self.tanh
+        step = max(1, CHUNK // (width * self.tanh.element_size()))
+        self.chunks = [slice(k, min(k + step, rows)) for k in range(0, rows, step)]
+        self.buffers = x.y.new_empty(2, min(step, rows), width)
+        self.shape = (-1, n_basis, width // n_basis)
+        for s in self.chunks:
+            y = torch.addmm(self.b.value, x.y[s], self.w.value, out=self.tanh[s]).tanh_()
+            kernels.interaction(*numpy(y.view(self.shape), tape.e[s], self.out.y[s]))
+        tape.steps.append(self)
+
+    def back(self) -> None:
+        t, hat = self.tape, torch.empty_like(self.x.y)
+        for s in self.chunks:
+            y, z_hat = self.tanh[s], self.buffers[1, : s.stop - s.start]
+            arrays = (y.view(self.shape), t.e[s], self.out.hat[s], z_hat.view(self.shape), t.e_hat[s])
+            kernels.interaction_back(*numpy(*arrays))
+            torch.mm(z_hat, self.w.value.T, out=hat[s])
+        self.x.add_hat(hat)
+
+    def tangent(self) -> None:
+        t = self.tape
+        for s in self.chunks:
+            dot = torch.mm(self.x.dot[s], self.w.value, out=self.dot[s])
+            arrays = (self.tanh[s].view(self.shape), dot.view(self.shape), t.e[s], t.e_dot[s], self.out.dot[s])
+            kernels.interaction_tangent(*numpy(*arrays))
+
+    def adjoint(self) -> None:
+        t, out, x = self.tape, self.out, self.x
+        self.w.bar, self.b.bar = torch.zeros_like(self.w.value), torch.zeros_like(self.b.value)
+        bar = torch.empty_like(x.y)
+        for s in self.chunks:
+            z_bar, z_hat = self.buffers[:, : s.stop - s.start]
+            y, dot, *z = (q.view(self.shape) for q in (self.tanh[s], self.dot[s], z_hat, z_bar))
+            kernels.interaction_adjoint(*numpy(y, dot, t.e[s], t.e_dot[s], out.hat[s], out.bar[s], *z))
+            kernels.add_rows(*numpy(z_bar, self.b.bar))
+            self.w.bar.addmm_(x.y[s].T, z_bar).addmm_(x.dot[s].T, z_hat)
+            torch.mm(z_bar, self.w.value.T, out=bar[s])
+        x.add_bar(bar)
+        out.bar = None
+
+
+class Direct(Step):
+    """I_c = Σ_b tanh(z_bc) e_b, z = a_i + b_j, with [a, b] of atoms."""
+
+    def __init__(self, tape: Tape, x: Quantity, n_basis: int):
+        self.tape, self.x = tape, x
+        rows, width = len(tape.i), x.y.shape[1] // 2
+        self.out = tape.quantity(rows, width // n_basis)
+        self.shape = (-1, 2, n_basis, width // n_basis)
+        tanh = x.y.new_empty(rows, width)
+        step = max(1, CHUNK // (width * tanh.element_size()))
+        for s in (slice(k, k + step) for k in range(0, rows, step)):
+            kernels.to_pairs(x.y.numpy(), tape.i[s], tape.j[s], tanh[s].numpy())
+            kernels.interaction(*numpy(tanh[s].tanh_().view(-1, *self.shape[2:]), tape.e[s], self.out.y[s]))
+        self.tanh = tanh.view(-1, *self.shape[2:])
+        tape.steps.append(self)
+
+    def back(self) -> None:
+        t, hat = self.tape, self.x.zeros()
+        arrays = numpy(hat.view(self.shape), t.e_hat)
+        kernels.direct_back(*numpy(self.tanh, t.e, self.out.hat), t.i, t.j, *arrays)
+        self.x.add_hat(hat)
+
+    def tangent(self) -> None:
+        t = self.tape
+        arrays = numpy(t.e, t.e_dot, self.out.dot)
+        kernels.direct_tangent(*numpy(self.tanh, self.x.dot.view(self.shape)), t.i, t.j, *arrays)
+
+    def adjoint(self) -> None:
+        t, out, bar = self.tape, self.out, self.x.zeros()
+        arrays = numpy(t.e, t.e_dot, out.hat, out.bar, bar.view(self.shape))
+        kernels.direct_adjoint(*numpy(self.tanh, self.x.dot.view(self.shape)), t.i, t.j, *arrays)
+        self.x.add_bar(bar)
+        out.bar = None
+
+
+class OfKinds(Step):
+    """I_c = Σ_b w_bc e_b, with w (kinds, nb, c) of the kind of pair: that of its elements."""
+
+    def __init__(self, tape: Tape, kind: Tensor, w: Tensor):
+        self.tape, self.kind, self.w = tape, kind.numpy(), tape.weight(w)
+        self.out = tape.quantity(len(kind), w.shape[2])
+        kernels.of_kinds(self.w.value.numpy(), self.kind, *numpy(tape.e, self.out.y))
+        tape.steps.append(self)
+
+    def back(self) -> None:
+        kernels.of_kinds_back(self.w.value.numpy(), self.kind, *numpy(self.out.hat, self.tape.e_hat))
+
+    def tangent(self) -> None:
+        kernels.of_kinds(self.w.value.numpy(), self.kind, *numpy(self.tape.e_dot, self.out.dot))
+
+    def adjoint(self) -> None:
+        t, out, self.w.bar = self.tape, self.out, torch.zeros_like(self.w.value)
+        kernels.of_kinds_adjoint(self.kind, *numpy(t.e, t.e_dot, out.hat, out.bar, self.w.bar))
+        out.bar = None
+
+
+class SumOfPairs(Step):
+    """y_i = Σ_j x_ij."""
+
+    def __init__(self, tape: Tape, x: Quantity):
+        self.x, self.i = x, tape.i
+        self.out = tape.quantity(tape.natoms, x.y.shape[1])
+        self._sum(x.y, self.out.y)
+        tape.steps.append(self)
+
+    def _sum(self, x: Tensor, y: Tensor) -> None:
+        kernels.sum_of_pairs(x.numpy(), self.i, y.zero_().numpy())
+
+    def _spread(self, y: Tensor, x: Tensor | None) -> Tensor:
+        x = torch.zeros_like(self.x.y) if x is None else x
+        kernels.add_to_pairs(y.numpy(), self.i, x.numpy())
+        return x
+
+    def back(self) -> None:
+        self.x.hat = self._spread(self.out.hat, self.x.hat)
+
+    def tangent(self) -> None:
+        self._sum(self.x.dot, self.out.dot)
+
+    def adjoint(self) -> None:
+        self.x.bar = self._spread(self.out.bar, self.x.bar)
+        self.out.bar = None
+
+
+class Residual(Step):
+    """y = x w + new, or x + new; x may be a tensor that does not change with r."""
+
+    def __init__(self, tape: Tape, x: Quantity | Tensor, w: Tensor | None, new: Quantity):
+        self.x, self.new, self.w = x, new, None if w is None else tape.weight(w)
+        self.out = tape.quantity(*new.y.shape)
+        self._add(x if isinstance(x, Tensor) else x.y, new.y, self.out.y)
+        tape.steps.append(self)
+
+    def _add(self, x: Tensor, new: Tensor, out: Tensor) -> None:
+        if self.w is None:
+            torch.add(x, new, out=out)
+        else:
+            torch.addmm(new, x, self.w.value, out=out)
+
+    def _split(self, g: Tensor) -> Tensor:
+        return g.clone() if self.w is None else g @ self.w.value.T
+
+    def back(self) -> None:
+        self.new.add_hat(self.out.hat.clone())
+        if isinstance(self.x, Quantity):
+            self.x.add_hat(self._split(self.out.hat))
+
+    def tangent(self) -> None:
+        if isinstance(self.x, Quantity):
+            self._add(self.x.dot, self.new.dot, self.out.dot)
+        else:
+            self.out.dot.copy_(self.new.dot)
+
+    def adjoint(self) -> None:
+        bar = self.out.bar
+        self.new.add_bar(bar.clone())
+        if isinstance(self.x, Quantity):
+            self.x.add_bar(self._split(bar))
+            if self.w is not None:
+                self.w.bar = torch.addmm(self.x.y.T @ bar, self.x.dot.T, self.out.hat)
+        elif self.w is not None:
+            self.w.bar = self.x.T @ bar
+        self.out.bar = None
+
+
+class Out(Step):
+    """out += ((x w_1 + b_1) w_2 + …) w = x u_0 + Σ_l b_l u_l with u_{l−1} = w_l u_l and u_L = w: a linear net."""
+
+    def __init__(self, tape: Tape, x: Quantity, layers: list[tuple[Weight, Weight]], last: Weight):
+        self.tape, self.x, self.layers, self.last = tape, x, layers, last
+        self.u = [last.value]
+        for w, b in reversed(layers):
+            tape.out += b.value @ self.u[0]
+            self.u.insert(0, w.value @ self.u[0])
+        tape.out.addmm_(x.y, self.u[0])
+        tape.steps.append(self)
+
+    def back(self) -> None:
+        self.x.add_hat(self.tape.own * self.u[0].T)
+
+    def adjoint(self) -> None:
+        bar = self.tape.out_bar
+        total, u_bar = bar.sum(), torch.addmm(self.x.y.T @ bar, self.x.dot.T, self.tape.own)
+        for (w, b), u in zip(self.layers, self.u[1:], strict=True):
+            w.bar, b.bar = u_bar @ u.T, u[:, 0] * total
+            u_bar = torch.addmm(b.value[:, None] * total, w.value.T, u_bar)
+        self.last.bar = u_bar
+        self.x.add_bar(bar * self.u[0].T)
+
+
+# ------------------------------------------------------------------------------------------------- vectors of PiNet2
+
+
+class Vectors(Step):
+    """y_i = Σ_j (a_i + b_j + n) x_ij (3 N, c), with x the last c columns of `pairs`; a, b (3 N, c) or nothing."""
+
+    def __init__(self, tape: Tape, pairs: Quantity, width: int, a: Quantity | None, b: Quantity | None):
+        self.tape, self.pairs, self.a, self.b = tape, pairs, a, b
+        self.none = tape.like.new_empty(0, width)
+        self.out = tape.quantity(3 * tape.natoms, width)
+        self.x = (*self._of("y"), *numpy(tape.unit, pairs.y), tape.i, tape.j)
+        kernels.vectors(*self.x, self.out.y.zero_().numpy())
+        tape.vectors = True
+        tape.steps.append(self)
+
+    def _of(self, name: str) -> list[np.ndarray]:
+        return numpy(*(self.none if q is None else getattr(q, name) for q in (self.a, self.b)))
+
+    def _make(self, name: str) -> None:
+        """Zeros to add to, where nothing has been added yet."""
+        for q in (self.a, self.b, self.pairs):
+            if q is not None and getattr(q, name) is None:
+                setattr(q, name, q.zeros())
+
+    def back(self) -> None:
+        self._make("hat")
+        of_x = numpy(self.tape.n_hat, self.pairs.hat)
+        kernels.vectors_back(*self.x, self.out.hat.numpy(), *self._of("hat"), *of_x)
+
+    def _dots(self) -> list[np.ndarray]:
+        return [*self._of("dot"), *numpy(self.tape.n_dot, self.pairs.dot)]
+
+    def tangent(self) -> None:
+        kernels.vectors_tangent(*self.x, *self._dots(), self.out.dot.zero_().numpy())
+
+    def adjoint(self) -> None:
+        self._make("bar")
+        of_y = numpy(self.out.hat, self.out.bar)
+        kernels.vectors_adjoint(*self.x, *self._dots(), *of_y, *self._of("bar"), self.pairs.bar.numpy())
+        self.out.bar = None
+
+
+class Product(Step):
+    """y = product(a, b) of atoms, linear in both; its transpose gives the part of ŷ for a, with b given, and for b."""
+
+    def __init__(self, tape: Tape, a: Quantity, b: Quantity):
+        self.a, self.b = a, b
+        y = self.product(a.y, b.y)
+        self.out = tape.quantity(*y.shape)
+        self.out.y.copy_(y)
+        tape.steps.append(self)
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def for_a(self, y: Tensor, b: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def for_b(self, y: Tensor, a: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def back(self) -> None:
+        self.a.add_hat(self.for_a(self.out.hat, self.b.y))
+        self.b.add_hat(self.for_b(self.out.hat, self.a.y))
+
+    def tangent(self) -> None:
+        torch.add(self.product(self.a.dot, self.b.y), self.product(self.a.y, self.b.dot), out=self.out.dot)
+
+    def adjoint(self) -> None:
+        out, a, b = self.out, self.a, self.b
+        self.a.add_bar(self.for_a(out.bar, b.y).add_(self.for_a(out.hat, b.dot)))
+        self.b.add_bar(self.for_b(out.bar, a.y).add_(self.for_b(out.hat, a.dot)))
+        out.bar = None
+
+
+class Dot(Product):
+    """y_c = Σ_x a_xc b_xc of vectors (3 N, c)."""
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        return (a * b).view(-1, 3, a.shape[1]).sum(1)
+
+    def for_a(self, y: Tensor, b: Tensor) -> Tensor:
+        return (b.view(-1, 3, b.shape[1]) * y[:, None, :]).view(b.shape)
+
+    def for_b(self, y: Tensor, a: Tensor) -> Tensor:
+        return self.for_a(y, a)
+
+
+class Scaled(Product):
+    """y_xc = a_xc b_c of vectors a (3 N, c) and scalars b (N, c)."""
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        return (a.view(len(b), 3, b.shape[1]) * b[:, None, :]).view(a.shape)
+
+    def for_a(self, y: Tensor, b: Tensor) -> Tensor:
+        return self.product(y, b)
+
+    def for_b(self, y: Tensor, a: Tensor) -> Tensor:
+        return (y * a).view(-1, 3, a.shape[1]).sum(1)
+
+
+class Columns(Step):
+    """Of all columns side by side those from `begin` on."""
+
+    def __init__(self, tape: Tape, parts: list[Quantity], begin: int, end: int):
+        self.parts, self.span = parts, slice(begin, end)
+        self.out = tape.quantity(len(parts[0].y), end - begin)
+        self._fill("y")
+        tape.steps.append(self)
+
+    def _fill(self, name: str) -> None:
+        getattr(self.out, name).copy_(torch.cat([getattr(q, name) for q in self.parts], 1)[:, self.span])
+
+    def _give(self, value: Tensor) -> list[Tensor]:
+        widths = [q.y.shape[1] for q in self.parts]
+        whole = value.new_zeros(len(value), sum(widths))
+        whole[:, self.span] = value
+        return [part.contiguous() for part in whole.split(widths, 1)]
+
+    def back(self) -> None:
+        for q, part in zip(self.parts, self._give(self.out.hat), strict=True):
+            q.add_hat(part)
+
+    def tangent(self) -> None:
+        self._fill("dot")
+
+    def adjoint(self) -> None:
+        for q, part in zip(self.parts, self._give(self.out.bar), strict=True):
+            q.add_bar(part)
+        self.out.bar = None
+
+
+def numpy(*tensors: Tensor) -> list[np.ndarray]:
+    return [x.numpy() for x in tensors]
