@@ -39,7 +39,8 @@ from allforce.models.bias import fit_energy_bias
 from allforce.models.kernels import compiled
 from allforce.models.layers import DTYPES, generator
 from allforce.models.model import CountNeighbors, Model
-from allforce.models.pinet import Elements, Maker, PiNet, PiNet2
+from allforce.models.pinet import Elements, Maker, PiNet
+from allforce.models.pinet2 import PiNet2
 from allforce.models.pinet_steps import Tape
 from allforce.models.potential import Potential
 
