@@ -25,16 +25,18 @@ from ..errors import UserError, file_problem
 from ..trace import Tracer
 from . import devices
 from .averaging import Named, average_gradients
-from .comm import Comm
-from .connect import connect
+from .comm import Comm, LostContact
+from .connect import join
 from .launch import World, detect
 from .mpi_profile import write_profile
 from .profile import CountedComm
 from .sharding import Mode, Shard
 from .shared import HostComm
-from .timeline import LIMIT, open_timeline, packed
+from .timeline import LIMIT as EVENTS
+from .timeline import open_timeline, packed
 from .torch_comm import TorchComm
 from .trees import read_tree, send, write_tree
+from .watch import LIMIT, LOST
 
 __all__ = [
     "DistributedOptimizer", "all_reduce", "average", "barrier", "broadcast", "ddp", "device", "gather", "init", "load",
@@ -46,7 +48,7 @@ SCALES = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}  # the rate is multiplied by 
 @dataclass
 class Team:
     world: World
-    comm: Comm
+    comm: CountedComm
     device: torch.device
     profile: bool = False
     timeline: str | None = None
@@ -60,11 +62,12 @@ _team: Team | None = None
 # ---- 1, 2: who am I, and on which device
 
 
-def init(engine: str = "auto") -> None:
+def init(engine: str = "auto", timeout: float = LIMIT) -> None:
     """Join the workers that the launcher started, pin this one's GPU, share out the cores. A second call does nothing.
 
     From here on an exception of one worker ends all of them, a UserError is shown without a traceback, and the exit of
-    the program closes the connection.
+    the program closes the connection. A worker that dies, or whose process gives no sign of life for `timeout` seconds,
+    ends all others with exit code 75 and a line that names it; how long it computes does not matter.
     """
     global _team
     if _team is not None:
@@ -72,14 +75,17 @@ def init(engine: str = "auto") -> None:
     sys.excepthook = _give_up
     world = detect()
     own, _ = devices.setup(world)
-    comm = connect(world, engine, own)
-    profile = os.environ.get("ALLFORCE_COMM_PROFILE", "0") != "0"
-    timeline = os.environ.get("HOROVOD_TIMELINE") if comm.engine != "horovod" else None  # which writes its own
-    if profile or timeline:
-        comm = CountedComm(comm, exact=True)
+    profile, timeline = os.environ.get("ALLFORCE_COMM_PROFILE", "0") != "0", os.environ.get("HOROVOD_TIMELINE")
+    comm = join(world, engine, own, exact=profile or bool(timeline))
+    timeline = timeline if comm.engine != "horovod" else None  # which writes its own
+    comm.timed = profile or bool(timeline)
+    if comm.watch is not None:
+        comm.watch.limit, comm.watch.doing = timeout, lambda: (-1, f"the program, after {comm.calls} collectives")
+    elif world.note and comm.rank == 0:
+        _warn(world.note)
     _team = Team(world, comm, own, profile, timeline)
     if timeline:
-        _team.trace.max_events = LIMIT // comm.size
+        _team.trace.max_events = EVENTS // comm.size
         _team.until_the_end.enter_context(_team.trace.installed())
     sys.excepthook = _give_up  # torch has put its own in the way
     atexit.register(shutdown)
@@ -98,17 +104,19 @@ def shutdown() -> None:
             _write_timeline(team, team.timeline)
         if team.profile:
             try:
-                write_profile(team.comm)  # type: ignore[arg-type]
+                write_profile(team.comm)
             except OSError as error:
                 _warn(f"ALLFORCE_COMM_PROFILE: {file_problem(error)}")
         gc.collect()  # DistributedDataParallel, in cycles, holds the group, whose threads must end here
+        if team.comm.watch is not None:
+            team.comm.watch.leave()
+            team.comm.watch = None
         team.comm.close()
 
 
 def _write_timeline(team: Team, path: str) -> None:
     """The collectives of all workers, and what phases the program has named."""
     comm = team.comm
-    assert isinstance(comm, CountedComm)
     events = [("main", *span) for span in comm.settle() if span[2] > span[1]] + team.trace.take_events()
     told, hosts = comm.comm.gather(packed(events, comm.origin)), comm.comm.gather(socket.gethostname())
     if comm.rank == 0 and (timeline := open_timeline(path, hosts, _warn)) is not None:
@@ -133,8 +141,13 @@ def fail(error: BaseException) -> None:
 
 def _give_up(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """An exception nobody caught: say it, and end all workers, which would wait for this one."""
-    team = _team
-    if issubclass(kind, UserError):
+    team, code = _team, 2 if issubclass(kind, UserError) else 1
+    if isinstance(error, LostContact):
+        code = LOST
+        if team is not None and team.comm.watch is not None:
+            team.comm.watch.wait_for_word()  # it knows who was lost
+        print(f"error: {error}. All workers end.", file=sys.stderr, flush=True)
+    elif issubclass(kind, UserError):
         name = "" if team is None else f"rank {team.comm.rank} on {socket.gethostname()}: "
         print(f"error: {name}{error}", file=sys.stderr, flush=True)
     else:
@@ -142,7 +155,7 @@ def _give_up(kind: type[BaseException], error: BaseException, trace: Any) -> Non
     if team is not None:
         if team.comm.rank > 0:
             time.sleep(1.0)  # mostly all have the same complaint: let the first end the job
-        team.comm.abort(2 if issubclass(kind, UserError) else 1)
+        team.comm.abort(code)
 
 
 def connection() -> Comm:
@@ -196,7 +209,7 @@ def DistributedOptimizer(optimizer: Optimizer, model: Named = None, accumulate: 
 def ddp(model: nn.Module, **options: Any) -> nn.Module:
     """The model in torch's DistributedDataParallel, over the same workers; the model itself when there is but one."""
     team = _here()
-    comm = team.comm
+    comm: Comm = team.comm
     while isinstance(comm, (CountedComm, HostComm)):
         comm = comm.comm
     if comm.size == 1:

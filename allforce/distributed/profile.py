@@ -81,6 +81,7 @@ class CountedComm:
         self.calls, self.inside, self.since = 0, False, monotonic()  # for the watch: where this worker is
         self.watch: Watch | None = None
         self.offset, self.one_clock = 0.0, True
+        self.timed = True  # whether times of calls are kept for settle()
         self._came, self._begin, self._end = array("d"), array("d"), array("d")  # of the calls since settle()
         if comm.size > 1 and not self.part:
             self.compare_clocks()
@@ -133,6 +134,8 @@ class CountedComm:
 
     def came(self) -> int:
         """The place of a new call among those since settle()."""
+        if not self.timed:
+            return 0
         now = perf_counter()
         for times in (self._came, self._begin, self._end):
             times.append(now)

@@ -86,6 +86,7 @@ class Watch:
         self.poll, self.lines, self.over = selectors.DefaultSelector(), dict[int, Line](), threading.Event()
         self.wake, self.pipe = socket.socketpair()
         self.poll.register(self.pipe, selectors.EVENT_READ, "wake")
+        self.left: list[Peer] = []  # who has ended its program in peace
         self.listener: socket.socket | None = None
         self.thread = threading.Thread(target=self._run, name="allforce-watch", daemon=True)
         self._hold_launcher()
@@ -236,6 +237,10 @@ class Watch:
         if "news" in said:
             peer.calls, peer.inside, since, peer.step, peer.busy, peer.doing = said["news"]
             peer.since = now - since
+        if "left" in said:
+            peer.calls = said["left"]
+            self.left.append(peer)
+            line.peer = None  # its line may close now
         if "end" in said:
             code, words, by = said["end"]
             self._say({"end": [code, "", by]}, but=line)
@@ -268,6 +273,9 @@ class Watch:
                 self._lost(line.peer, f"has given no sign of life for {now - line.peer.heard:.0f} s")
         if self.waited_for and now - self.begun > max(self.limit, HANDSHAKE):
             self._lost(Peer(rank := min(self.waited_for), self.names[rank], now), "did not come to the watch")
+        for peer in self.left:
+            if self.me.inside and self.me.calls > peer.calls:
+                self._lost(peer, "has left its program, but the others still need it")
         self._look_for_waiting(now)
         if self.comm.rank == 0:
             self._look_for_slow()
@@ -347,11 +355,23 @@ class Watch:
         self.comm.barrier()
         self._stop()
 
+    def leave(self) -> None:
+        """This worker has come to its end and does not wait for the others, who are told."""
+        self._halt()
+        self._say({"left": self.comm.calls})
+        self._hang_up()
+
     def _stop(self) -> None:
+        self._halt()
+        self.comm.barrier()  # nobody looks any more: now lines may close
+        self._hang_up()
+
+    def _halt(self) -> None:
         self.over.set()
         self.wake.send(b"x")
         self.thread.join()
-        self.comm.barrier()  # nobody looks any more: now lines may close
+
+    def _hang_up(self) -> None:
         for line in list(self.lines.values()):
             self._drop(line)
         for thing in (self.listener, self.wake, self.pipe):

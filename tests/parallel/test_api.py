@@ -1,11 +1,16 @@
 """allforce.distributed under real launchers (api_suite.py), and what happens when one worker fails."""
 
 import json
+import os
+import socket
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from allforce.distributed.watch import LOST
 
 SUITE = Path(__file__).with_name("api_suite.py")
 
@@ -55,6 +60,64 @@ def test_a_worker_that_fails_ends_all(launch, tmp_path, launcher, failure):
     assert result.returncode != 0 and words in result.stdout, result.stdout
     traceback = 'fails.py", line' in result.stdout  # torchrun names the script in a report of its own
     assert traceback == (failure != "mistake"), "a traceback only for what is not the user's mistake"
+
+
+STEPS = (
+    "import os, signal, sys, time, torch, allforce.distributed as ad\n"
+    "ad.init({arguments})\n"
+    "net = torch.nn.Linear(3, 1)\n"
+    "optimizer = ad.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), net)\n"
+    "for step in range(4):\n"
+    "    loss = net(torch.ones(2, 3)).sum()\n"
+    "    if step == 2 and ad.rank() == {rank}:\n        {action}\n"
+    "    loss.backward()\n"
+    "    optimizer.step()\n"
+    "print('came to the end', flush=True)\n"
+)
+LOSSES = {
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "has ended; it was in the program"),
+    "stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", "has given no sign of life for"),
+    "left": ("sys.exit()", "has left its program, but the others still need it"),
+}
+
+
+@pytest.mark.parametrize("loss, rank", [("killed", 0), ("killed", 1), ("stopped", 1), ("left", 0), ("left", 1)])
+def test_a_lost_worker_ends_all(tmp_path, loss, rank):
+    """Whichever worker it is: the other one says who was lost, and ends as `dp train` does.
+
+    Each is started by itself, so that no launcher does it.
+    """
+    action, words = LOSSES[loss]
+    script = tmp_path / "loses.py"
+    script.write_text(STEPS.format(rank=rank, action=action, arguments="timeout=3" if loss == "stopped" else ""))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {"SIZE": "2", "LOCAL_SIZE": "2"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    workers = []
+    for r in range(2):
+        who = {f"ALLFORCE_{name}": x for name, x in {**common, "RANK": str(r), "LOCAL_RANK": str(r)}.items()}
+        pipes: dict = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        workers.append(subprocess.Popen([sys.executable, script], env={**os.environ, **who, **meeting}, **pipes))
+    try:
+        text = workers[1 - rank].communicate(timeout=60)[0]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.communicate()
+    assert workers[1 - rank].returncode == LOST, text
+    told = [line for line in text.splitlines() if line.startswith(f"rank {rank} (process {workers[rank].pid} on ")]
+    assert len(told) == 1 and words in told[0], text
+    assert "Traceback" not in text and "came to the end" not in text, text
+
+
+def test_long_steps_are_no_loss(launch, tmp_path):
+    """The limit is for signs of life, not for the time between collectives."""
+    script = tmp_path / "slow.py"
+    script.write_text(STEPS.format(rank=1, action="time.sleep(5)", arguments="timeout=2"))
+    result = launch("torchrun", 2, sys.executable, script, timeout=60)
+    assert result.returncode == 0 and result.stdout.count("came to the end") == 2, result.stdout
 
 
 def test_a_start_that_fails(launch, tmp_path):
