@@ -32,55 +32,74 @@ class AtomsOfEdges(torch.autograd.Function):
         return out, None, None
 
 
-def symmetric_product(X: Tensor, Y: Tensor, M2: int) -> Tensor:
-    """S(X, Y) = Xᵀ Y[:, :M2] + Yᵀ X[:, :M2], (N, M1, M2) from two (N, 4, M1)."""
-    if not kernels.compiled(X):
-        return X.transpose(1, 2) @ Y[:, :, :M2] + Y.transpose(1, 2) @ X[:, :, :M2]
-    D = X.new_empty(len(X), X.shape[2], M2)
-    kernels.gram(X.contiguous().numpy(), Y.contiguous().numpy(), D.numpy())
+# D of an atom is one row (M1·M2 + ·), because that is what a fitting takes; columns behind M1·M2 come from elsewhere.
+
+
+def by_rows(D: Tensor, M1: int, M2: int) -> Tensor:
+    """The product in D (N, M1·M2 + ·) as (N, M1, M2)."""
+    return D[:, : M1 * M2].unflatten(1, (M1, M2))
+
+
+def symmetric_product(X: Tensor, Y: Tensor, M2: int, width: int) -> Tensor:
+    """S(X, Y) = Xᵀ Y[:, :M2] + Yᵀ X[:, :M2] from two (N, 4, M1), as (N, width) with zeros behind."""
+    N, _, M1 = X.shape
+    D = X.new_empty(N, width)
+    D[:, M1 * M2 :] = 0.0
+    if kernels.compiled(X):
+        kernels.gram(X.contiguous().numpy(), Y.contiguous().numpy(), M2, D.numpy())
+    else:
+        by_rows(D, M1, M2).copy_(X.transpose(1, 2) @ Y[:, :, :M2] + Y.transpose(1, 2) @ X[:, :, :M2])
     return D
 
 
-def product_gradient(g: Tensor, T: Tensor) -> Tensor:
-    """P(g, T) = ∂<g, ½S(T, T)>/∂T (N, 4, M1), linear in g (N, M1, M2) and in T."""
+def product_gradient(g: Tensor, T: Tensor, M2: int) -> Tensor:
+    """P(g, T) = ∂<g, ½S(T, T)>/∂T (N, 4, M1), linear in g (N, M1·M2 + ·) and in T."""
     if not kernels.compiled(T):
-        out = T[:, :, : g.shape[2]] @ g.transpose(1, 2)
-        out[:, :, : g.shape[2]] += T @ g
+        g = by_rows(g, T.shape[2], M2)
+        out = T[:, :, :M2] @ g.transpose(1, 2)
+        out[:, :, :M2] += T @ g
         return out
     out = torch.empty_like(T)
-    kernels.gram_gradient(g.contiguous().numpy(), T.contiguous().numpy(), out.numpy())
+    kernels.gram_gradient(g.contiguous().numpy(), T.contiguous().numpy(), M2, out.numpy())
     return out
 
 
 class Gram(torch.autograd.Function):
-    """D = ½S(T, T) = TᵀT[:, :M2]; the adjoint of D pulls back to P(D̄, T)."""
+    """D = ½S(T, T) = TᵀT[:, :M2], and the columns behind it; the adjoint of D pulls back to P(D̄, T)."""
 
     @staticmethod
-    def forward(ctx, T: Tensor, M2: int) -> Tensor:
+    def forward(ctx, T: Tensor, M2: int, *columns: Tensor) -> Tensor:
         ctx.save_for_backward(T)
-        T = T.detach()
-        if not kernels.compiled(T):
-            return T.transpose(1, 2) @ T[:, :, :M2]
-        D = T.new_empty(len(T), T.shape[2], M2)
-        kernels.square(T.contiguous().numpy(), D.numpy())
+        ctx.M2, ctx.widths = M2, [c.shape[1] for c in columns]
+        N, _, M1 = T.shape
+        D = T.new_empty(N, M1 * M2 + sum(ctx.widths))
+        if kernels.compiled(T):
+            kernels.square(T.detach().contiguous().numpy(), M2, D.numpy())
+        else:
+            by_rows(D, M1, M2).copy_(T.transpose(1, 2) @ T[:, :, :M2])
+        for place, column in zip(D[:, M1 * M2 :].split(ctx.widths, 1), columns, strict=True):
+            place.copy_(column)
         return D
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, D: Tensor):
-        return product_gradient(D, ctx.saved_tensors[0].detach()), None
+        T = ctx.saved_tensors[0].detach()
+        behind = D[:, T.shape[2] * ctx.M2 :].split(ctx.widths, 1)
+        return product_gradient(D, T, ctx.M2), None, *behind
 
 
 class GramPull(torch.autograd.Function):
     """∂E/∂T = P(∂E/∂D, T); adjoints S(v, T) and P(∂E/∂D, v)."""
 
     @staticmethod
-    def forward(ctx, g: Tensor, T: Tensor) -> Tensor:
+    def forward(ctx, g: Tensor, T: Tensor, M2: int) -> Tensor:
         ctx.save_for_backward(g, T)
-        return product_gradient(g.detach(), T.detach())
+        ctx.M2 = M2
+        return product_gradient(g.detach(), T.detach(), M2)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, v: Tensor):
         g, T = (x.detach() for x in ctx.saved_tensors)
-        return symmetric_product(v, T, g.shape[2]), product_gradient(g, v)
+        return symmetric_product(v, T, ctx.M2, g.shape[1]), product_gradient(g, v, ctx.M2), None

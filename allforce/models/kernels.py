@@ -242,6 +242,22 @@ def push(r, j, first, types, center, used, group, grid, weighted, piece, u, A):
         A[i] = row
 
 
+@njit(**inline)
+def radial_on_grid(i, r, j, first, types, center, used, group, grid, piece, c, b, t):
+    """Of the edges of atom i: place in the interval, x'/(h·distance), distance; interval and group as elsewhere."""
+    begin, end, tau = first[i], first[i + 1], types[i]
+    avg, scale = center[tau, 0], center[tau, 1]
+    rs, rc, p, r_close, lo, inv_h, K = grid
+    for n in range(end - begin):
+        e = begin + n
+        d, s, ds, _, _ = radial(r[e, 0], r[e, 1], r[e, 2], rs, rc, p)
+        v = ((s - avg) * scale - lo) * inv_h
+        k = min(max(np.floor(v), 0.0), K - WIDTH)
+        c[7, n], c[0, n], c[1, n] = d, v - k, ds * scale * inv_h / d
+        b[n] = np.int64(k)
+    neighbor_groups(j, begin, end, types, used[tau], group, piece, c, r_close, t)
+
+
 @njit(**options)
 def radial_moments(r, j, first, types, center, used, group, grid, weighted, piece, sel, A):
     """A[i, 0, (t − piece[0])·K + k] = Σ B_k(x_e): the number 1 for a row; neighbours of excluded types are at x = 0."""
@@ -252,12 +268,12 @@ def radial_moments(r, j, first, types, center, used, group, grid, weighted, piec
     for i in range(first.shape[0] - 1):
         row[:] = 0.0
         empty = sel.copy()
-        edges_of_atom(i, r, j, first, types, center, used, group, grid, weighted, piece, c, b, t)
+        radial_on_grid(i, r, j, first, types, center, used, group, grid, piece, c, b, t)
         for n in range(first[i + 1] - first[i]):
             kind = types[j[first[i] + n]]
             empty[group[kind]] -= 1.0
             if t[n] >= 0:
-                polynomial(VALUE, c[8, n], value)
+                polynomial(VALUE, c[0, n], value)
                 for m in range(WIDTH):
                     row[0, t[n] * K + b[n] + m] += value[m]
             elif not used[types[i], kind] and piece[0] <= group[kind] < piece[1]:
@@ -276,19 +292,18 @@ def radial_pull(r, j, first, types, center, used, group, grid, weighted, piece, 
     """g_e = ∂E/∂r_e from gA = ∂E/∂A of radial_moments."""
     slope = np.empty(LANES)
     c, b, t = edge_buffers(first)
-    inv_h, K = grid[5], grid[6]
+    K = grid[6]
     for i in range(first.shape[0] - 1):
-        edges_of_atom(i, r, j, first, types, center, used, group, grid, weighted, piece, c, b, t)
+        radial_on_grid(i, r, j, first, types, center, used, group, grid, piece, c, b, t)
         for n in range(first[i + 1] - first[i]):
             if t[n] < 0:
                 continue
-            polynomial(SLOPE, c[8, n], slope)
-            s0 = 0.0
+            polynomial(SLOPE, c[0, n], slope)
+            s = 0.0
             for m in range(WIDTH):
-                s0 += slope[m] * gA[i, 0, t[n] * K + b[n] + m]
-            along = s0 * inv_h * c[1, n]
-            e = first[i] + n
-            g[e, 0], g[e, 1], g[e, 2] = along * c[4, n], along * c[5, n], along * c[6, n]
+                s += slope[m] * gA[i, 0, t[n] * K + b[n] + m]
+            e, s = first[i] + n, s * c[1, n]
+            g[e, 0], g[e, 1], g[e, 2] = s * r[e, 0], s * r[e, 1], s * r[e, 2]
 
 
 @njit(**options)
@@ -297,16 +312,16 @@ def radial_push(r, j, first, types, center, used, group, grid, weighted, piece, 
     slope = np.empty(LANES)
     c, b, t = edge_buffers(first)
     row = np.empty(A.shape[1:])  # of one atom, in float64 and in the cache
-    inv_h, K = grid[5], grid[6]
+    K = grid[6]
     for i in range(first.shape[0] - 1):
         row[:] = 0.0
-        edges_of_atom(i, r, j, first, types, center, used, group, grid, weighted, piece, c, b, t)
+        radial_on_grid(i, r, j, first, types, center, used, group, grid, piece, c, b, t)
         for n in range(first[i + 1] - first[i]):
             if t[n] < 0:
                 continue
-            polynomial(SLOPE, c[8, n], slope)
+            polynomial(SLOPE, c[0, n], slope)
             e = first[i] + n
-            dx = (u[e, 0] * c[4, n] + u[e, 1] * c[5, n] + u[e, 2] * c[6, n]) * c[1, n] * inv_h
+            dx = (u[e, 0] * r[e, 0] + u[e, 1] * r[e, 1] + u[e, 2] * r[e, 2]) * c[1, n]
             for m in range(WIDTH):
                 row[0, t[n] * K + b[n] + m] += slope[m] * dx
         A[i] = row
@@ -332,9 +347,9 @@ def edges_of_atoms(i, j, v, out):
 
 
 @njit(**options)
-def square(T, D):
-    """D_n = T_nᵀ T_n[:, :M2] for T (N, 4, M1), D (N, M1, M2)."""
-    M1, M2 = D.shape[1], D.shape[2]
+def square(T, M2, D):
+    """D_n = T_nᵀ T_n[:, :M2] for T (N, 4, M1), in the first M1·M2 columns of D."""
+    M1 = T.shape[2]
     t = np.empty((4, M2), dtype=T.dtype)  # the first M2 columns, close together
     row = np.empty(M2, dtype=T.dtype)
     for n in range(D.shape[0]):
@@ -346,13 +361,13 @@ def square(T, D):
             for b in range(M2):
                 row[b] = t0 * t[0, b] + t1 * t[1, b] + t2 * t[2, b] + t3 * t[3, b]
             for b in range(M2):
-                D[n, a, b] = row[b]
+                D[n, a * M2 + b] = row[b]
 
 
 @njit(**options)
-def gram(X, Y, D):
-    """D_n = X_nᵀ Y_n[:, :M2] + Y_nᵀ X_n[:, :M2] for X, Y (N, 4, M1), D (N, M1, M2)."""
-    M1, M2 = D.shape[1], D.shape[2]
+def gram(X, Y, M2, D):
+    """D_n = X_nᵀ Y_n[:, :M2] + Y_nᵀ X_n[:, :M2] for X, Y (N, 4, M1), in the first M1·M2 columns of D."""
+    M1 = X.shape[2]
     x = np.empty((4, M2), dtype=X.dtype)  # the first M2 columns, close together
     y = np.empty((4, M2), dtype=X.dtype)
     row = np.empty(M2, dtype=X.dtype)
@@ -370,13 +385,13 @@ def gram(X, Y, D):
                     + y0 * x[0, b] + y1 * x[1, b] + y2 * x[2, b] + y3 * x[3, b]
                 )  # fmt: skip
             for b in range(M2):
-                D[n, a, b] = row[b]
+                D[n, a * M2 + b] = row[b]
 
 
 @njit(**options)
-def gram_gradient(g, T, out):
-    """out = ∂<g, TᵀT[:, :M2]>/∂T for g (N, M1, M2), T and out (N, 4, M1)."""
-    M1, M2 = g.shape[1], g.shape[2]
+def gram_gradient(g, T, M2, out):
+    """out = ∂<g, TᵀT[:, :M2]>/∂T for T and out (N, 4, M1), g in the first M1·M2 columns of an array."""
+    M1 = T.shape[2]
     t = np.empty((4, M2), dtype=T.dtype)
     low = np.empty((4, M2), dtype=T.dtype)
     for n in range(g.shape[0]):
@@ -388,13 +403,13 @@ def gram_gradient(g, T, out):
             t0, t1, t2, t3 = T[n, 0, a], T[n, 1, a], T[n, 2, a], T[n, 3, a]
             s0, s1, s2, s3 = T.dtype.type(0), T.dtype.type(0), T.dtype.type(0), T.dtype.type(0)
             for b in range(M2):
-                v = g[n, a, b]
+                v = g[n, a * M2 + b]
                 s0 += v * t[0, b]
                 s1 += v * t[1, b]
                 s2 += v * t[2, b]
                 s3 += v * t[3, b]
             for b in range(M2):
-                v = g[n, a, b]
+                v = g[n, a * M2 + b]
                 low[0, b] += v * t0
                 low[1, b] += v * t1
                 low[2, b] += v * t2

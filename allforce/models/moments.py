@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -58,6 +59,14 @@ class Geometry:
         """Components c of Y."""
         return 1 if self.row == "1" else 4
 
+    @cached_property
+    def for_loops(self) -> tuple:
+        """What all compiled loops take."""
+        edges = self.edges
+        arrays = (x.numpy() for x in (self.r, edges.j, edges.first, edges.type, self.center, self.used, self.group))
+        grid = (self.rs, self.rc, self.protection, self.r_close, self.grid.lo, 1.0 / self.grid.h, self.grid.K)
+        return *arrays, grid, self.row == "w R"
+
     def pieces(self) -> list[tuple[int, int]]:
         """Ranges of neighbour types whose moments fit into MOMENTS_BYTES, at least one type each."""
         groups = len(self.sel)
@@ -79,14 +88,20 @@ def times(A: Tensor, C: Tensor, g: Geometry) -> Tensor:
     """A (N, c, m) times C (nets, m, M) → (N, c, M); one net for all centres, or one for each centre type."""
     if len(C) == 1:
         return A @ C[0]
-    return torch.cat([a @ c for (a,), c in zip(g.blocks(A), C, strict=True)]).view(len(A), g.width, C.shape[2])
+    out = A.new_empty(len(A), g.width, C.shape[2])
+    for (a, y), c in zip(g.blocks(A, out), C, strict=True):
+        torch.mm(a, c, out=y)
+    return out
 
 
 def gradient_of_table(A: Tensor, T: Tensor, nets: int, g: Geometry) -> Tensor:
     """Σ_i A_iᵀ T_i (nets, m, M), over all centres or over those of each type."""
     if nets == 1:
         return (A.flatten(0, 1).T @ T.flatten(0, 1))[None]
-    return torch.stack([a.T @ t for a, t in g.blocks(A, T)])
+    out = A.new_empty(nets, A.shape[2], T.shape[2])
+    for (a, t), c in zip(g.blocks(A, T), out, strict=True):
+        torch.mm(a.T, t, out=c)
+    return out
 
 
 class TableSum(torch.autograd.Function):
@@ -151,9 +166,7 @@ class Compiled:
 
     @staticmethod
     def arguments(g: Geometry, begin: int, end: int) -> tuple:
-        arrays = (x.numpy() for x in (g.r, g.edges.j, g.edges.first, g.edges.type, g.center, g.used, g.group))
-        grid = (g.rs, g.rc, g.protection, g.r_close, g.grid.lo, 1.0 / g.grid.h, g.grid.K)
-        return *arrays, grid, g.row == "w R", (begin, end)
+        return *g.for_loops, (begin, end)
 
     @classmethod
     def moments(cls, g: Geometry, begin: int, end: int) -> Tensor:

@@ -163,7 +163,8 @@ class AttenNets(nn.Module):
     def of_pairs(self, center: Tensor, neighbor: Tensor) -> Tensor:
         """What the nets see of a pair of types (n,): [t_neighbour, t_centre] (n, ·)."""
         t = self.types()
-        return t[neighbor] if self.one_side else torch.cat([t[neighbor], t[center]], 1)
+        of_neighbor = F.embedding(neighbor, t)
+        return of_neighbor if self.one_side else torch.cat([of_neighbor, F.embedding(center, t)], 1)
 
     def curves(self, x: Tensor, center: Tensor, neighbor: Tensor) -> Tensor:
         """G (P, n, M1) at x (P, 1) of n pairs of types (one curve with strip, where types do not enter)."""
@@ -219,7 +220,7 @@ class SeAtten(Moments):
     # ---- the equation
 
     def of_types(self, batch: Batch) -> list[Tensor]:
-        return [self.nets.types()[batch.type]] if self.config.concat_output_tebd else []
+        return [F.embedding(batch.type, self.nets.types())] if self.config.concat_output_tebd else []
 
     def embedding(self, batch: Batch, r: Tensor) -> Tensor:
         i, j = batch.edges.i, batch.edges.j

@@ -100,6 +100,7 @@ class TwoBody(Descriptor):
 
     davg: Tensor  # (nt, 4) only component 0 is not zero
     dstd: Tensor  # (nt, 4) radial, and three times the angular
+    center: Tensor  # (nt, 3) davg, 1/dstd radial, 1/dstd angular, for the table
     used: Tensor  # (nt, nt)
 
     def __init__(self, config: Any, ntypes: int):
@@ -109,6 +110,7 @@ class TwoBody(Descriptor):
         self.dtype = DTYPES[config.precision]
         self.register_buffer("davg", torch.zeros(ntypes, 4, dtype=torch.float64))
         self.register_buffer("dstd", torch.ones(ntypes, 4, dtype=torch.float64))
+        self.register_buffer("center", torch.zeros(ntypes, 3, dtype=torch.float64), persistent=False)
         used = torch.from_numpy(visible_pairs(ntypes, config.exclude_types))
         self.register_buffer("used", used, persistent=False)
         self.table = SplineTable(self.dtype)
@@ -141,6 +143,7 @@ class TwoBody(Descriptor):
         if table.mode == "exact" or not smooth or self.nodes == 0 or not self.has_curves:
             self.table.lay(None)
             return
+        self.center = torch.stack([self.davg[:, 0], 1.0 / self.dstd[:, 0], 1.0 / self.dstd[:, 1]], 1)
         self.r_close = 0.95 * (nearest or NEAREST)
         s = environment(torch.tensor([[self.r_close, 0.0, 0.0]], dtype=torch.float64), *self.radii())[0, 0]
         self.table.lay(Grid(*self.range_of_curves(float(s)), self.nodes or table.nodes))
@@ -186,10 +189,9 @@ class TwoBody(Descriptor):
     ) -> Geometry:
         """For moments.py. counts: atoms of each centre type that has a table of its own."""
         assert self.table.grid is not None
-        center = torch.stack([self.davg[:, 0], 1.0 / self.dstd[:, 0], 1.0 / self.dstd[:, 1]], 1)
         return Geometry(
-            r, batch.edges, batch.type, counts, center, self.used, sel, *self.radii(), self.r_close, self.table.grid,
-            self.dtype, row, group,  # type: ignore[arg-type]
+            r, batch.edges, batch.type, counts, self.center, self.used, sel, *self.radii(), self.r_close,
+            self.table.grid, self.dtype, row, group,  # type: ignore[arg-type]
         )  # fmt: skip
 
     # ---- in files
@@ -291,14 +293,8 @@ class Moments(TwoBody):
 
     def with_pull(self, batch: Batch, r: Tensor) -> tuple[Tensor, Pull]:
         T, pull_T = self.embed(batch, r)
-        D = Gram.apply(T, self.M2)  # (N, M1, M2)
-        width = self.M1 * self.M2
-
-        def pull(gD: Tensor) -> Tensor:
-            return pull_T(GramPull.apply(gD[:, :width].reshape(D.shape), T))
-
-        columns = self.of_types(batch)
-        return torch.cat([D.flatten(1), *columns], 1) if columns else D.flatten(1), pull
+        D = Gram.apply(T, self.M2, *self.of_types(batch))
+        return D, lambda gD: pull_T(GramPull.apply(gD, T, self.M2))
 
 
 def sum_over_edges(i: Tensor, R: Tensor, G: Tensor, natoms: int) -> Tensor:
