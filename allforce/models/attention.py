@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from allforce.models.layers import Layer
-from allforce.models.serial import copy_array, copy_layer, layer_tree, to_numpy
+from allforce.models.serial import copy_array, copy_layer, layer_from_pt, layer_tree, to_numpy
 
 SHIFT = 20.0  # of the smooth softmax
 
@@ -110,3 +110,8 @@ class AttentionLayer(nn.Module):
         copy_layer(self.out_proj, inner["out_proj"]["@variables"], f"{where} out_proj")
         copy_array(self.norm_w, norm["w"], f"{where} layer norm w")
         copy_array(self.norm_b, norm["b"], f"{where} layer norm b")
+
+    def tree_from_pt(self, state: dict[str, Tensor], name: str, source: str) -> dict[str, Any]:
+        """What `load_tree` takes, from the tensors of a .pt checkpoint."""
+        inner = {key: layer_from_pt(state, f"{name}.attention_layer.{key}", source) for key in ("in_proj", "out_proj")}
+        return {"attention_layer": inner, "attn_layer_norm": layer_from_pt(state, f"{name}.attn_layer_norm", source)}

@@ -97,6 +97,12 @@ class Descriptor(nn.Module):
     def load_tree(self, tree: dict[str, Any], source: str) -> None:
         fill_arrays(self, tree["@variables"], source)
 
+    @classmethod
+    def section_from_pt(cls, params: dict[str, Any], source: str) -> dict[str, Any]:
+        """The same from the section of DeePMD-kit's PyTorch backend."""
+        fields = cls.Config.model_fields
+        return {k: v for k, v in params.items() if k in fields} | {"type": fields["type"].default}
+
     def load_pt(self, state: dict[str, Tensor], prefix: str, source: str) -> None:
         """Tensors of DeePMD-kit's PyTorch backend whose names begin with prefix."""
         raise UserError(f"{source}: the descriptor {self.config.type!r} cannot be read from a .pt file.")

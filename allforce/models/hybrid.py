@@ -165,6 +165,16 @@ class Hybrid(Descriptor):
         for n, (d, entry) in enumerate(zip(self.members, tree["list"], strict=True)):
             d.load_tree(entry, f"{source}: part {n}")
 
+    @classmethod
+    def section_from_pt(cls, params: dict[str, Any], source: str) -> dict[str, Any]:
+        parts = [part_named("descriptor", entry.get("type"), PLAIN, source) for entry in params["list"]]
+        known = [part.section_from_pt(entry, source) for part, entry in zip(parts, params["list"], strict=True)]
+        return {"type": "hybrid", "list": known}
+
+    def load_pt(self, state: dict[str, Tensor], prefix: str, source: str) -> None:
+        for n, d in enumerate(self.members):
+            d.load_pt(state, f"{prefix}.descrpt_list.{n}", source)
+
 
 def within(batch: Batch, r: Tensor, limit: Limit, ntypes: int) -> Tensor:
     """(E,) bool: edges within a limit, the nearest of each centre (and neighbour type) where there are more."""

@@ -33,7 +33,7 @@ from allforce.models.layers import Net, generator
 from allforce.models.moments import Geometry, TablePull, TableSum
 from allforce.models.pull import Pull
 from allforce.models.sel import complete_sel
-from allforce.models.serial import collection, copy_nets, refuse
+from allforce.models.serial import collection, copy_nets, layer_from_pt, nets_from_pt, refuse
 from allforce.models.two_body import Moments, TwoBodyConfig, sum_over_edges
 from allforce.models.type_embedding import TypeEmbedding
 
@@ -184,6 +184,7 @@ class SeAtten(Moments):
     """D (N, M1·M2 [+ tebd_dim]) of a batch."""
 
     Config: ClassVar[type[Section]] = SeAttenConfig
+    pt_part = ".se_atten"
     mixed_sel = True
     mixed_types = True
     nets: AttenNets
@@ -436,6 +437,19 @@ class SeAtten(Moments):
             layer.load_tree(entry, f"{source}: attention layer {n}")
         mean, std = tree["@variables"]["davg"], tree["@variables"]["dstd"]
         load_slots(self.davg, self.dstd, (mean, std), self.config.slots, source)
+
+    def tree_from_pt(self, state: dict[str, Tensor], prefix: str, source: str) -> dict[str, Any]:
+        part = f"{prefix}{self.pt_part}"
+        out = super().tree_from_pt(state, prefix, source)
+        if self.nets.strip_net is not None:
+            out["embeddings_strip"] = {"networks": nets_from_pt(state, f"{part}.filter_layers_strip", source)}
+        types = layer_from_pt(state, f"{prefix}.type_embedding.embedding.embedding_net.layers.0", source)
+        layers = f"{part}.dpa1_attention.attention_layers"
+        attention = [layer.tree_from_pt(state, f"{layers}.{n}", source) for n, layer in enumerate(self.attention)]
+        return out | {
+            "type_embedding": {"embedding": {"layers": [types]}},
+            "attention_layers": {"attention_layers": attention},
+        }
 
 
 class SeAttenV2(SeAtten):

@@ -23,7 +23,7 @@ from allforce.models.env_stat import load_slots, slots
 from allforce.models.layers import Net, generator, side_by_side
 from allforce.models.moments import TablePull, TableSum
 from allforce.models.pull import Pull
-from allforce.models.serial import collection, copy_nets, nets_from_pt, tensor_of, to_numpy
+from allforce.models.serial import collection, copy_nets
 from allforce.models.two_body import SEL_HELP, Curve, Moments, TwoBodyConfig
 
 
@@ -73,6 +73,7 @@ class SeE2A(Moments):
     """D (N, M1·M2) of a batch."""
 
     Config = SeE2AConfig
+    pt_part = ".sea"
     nets: EmbeddingNets
 
     sel: Tensor  # (nt,)
@@ -164,8 +165,3 @@ class SeE2A(Moments):
         copy_nets(self.nets, tree["embeddings"]["networks"], f"{source}: embedding net")
         stored = tree["@variables"]["davg"], tree["@variables"]["dstd"]
         load_slots(self.davg, self.dstd, stored, int(self.nnei), source)
-
-    def load_pt(self, state: dict[str, Tensor], prefix: str, source: str) -> None:
-        copy_nets(self.nets, nets_from_pt(state, f"{prefix}.sea.filter_layers", source), f"{source}: embedding net")
-        stored = tuple(to_numpy(tensor_of(state, f"{prefix}.sea.{name}", source)) for name in ("mean", "stddev"))
-        load_slots(self.davg, self.dstd, stored, int(self.nnei), source)  # type: ignore[arg-type]

@@ -116,6 +116,7 @@ class SeE3(TwoBody):
     """D (N, M) of a batch."""
 
     Config = SeE3Config
+    pt_part = ".seat"
     nets: PairNets
 
     place: Tensor  # (nt, nt) int64

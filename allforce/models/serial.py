@@ -152,6 +152,13 @@ def nets_from_pt(state: dict[str, Tensor], part: str, source: str) -> list[dict]
     return [{"layers": [{"@variables": found[n][k]} for k in sorted(found[n])]} for n in sorted(found)]
 
 
+def layer_from_pt(state: dict[str, Tensor], name: str, source: str) -> dict:
+    """A layer (or the normalisation of one) of a .pt checkpoint in the layout of the model tree."""
+    b = state.get(f"{name}.bias")
+    w = to_numpy(tensor_of(state, f"{name}.matrix", source))
+    return {"@variables": {"w": w, "b": None if b is None else to_numpy(b)}}
+
+
 # ---- writing
 
 

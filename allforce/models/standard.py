@@ -284,9 +284,10 @@ class StandardModel(Potential):
             if params.get(name):
                 raise UserError(f"{source}: model/{name} is not supported.")
         section = {k: v for k, v in params.items() if k in cls.Config.model_fields}
-        for name, parts, default in (("descriptor", DESCRIPTORS, None), ("fitting_net", FITTINGS, "ener")):
-            part = part_named(name, params[name].get("type", default), parts, source)
-            section[name] = {k: v for k, v in params[name].items() if k in part.Config.model_fields}
+        descriptor = part_named("descriptor", params["descriptor"].get("type"), DESCRIPTORS, source)
+        section["descriptor"] = descriptor.section_from_pt(params["descriptor"], source)
+        fitting = part_named("fitting_net", params["fitting_net"].get("type", "ener"), FITTINGS, source)
+        section["fitting_net"] = {k: v for k, v in params["fitting_net"].items() if k in fitting.Config.model_fields}
         if params["fitting_net"].get("dim_case_embd"):
             raise UserError(f"{source}: model/fitting_net/dim_case_embd is not supported.")
         return section

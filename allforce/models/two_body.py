@@ -36,7 +36,7 @@ from allforce.models.layers import DTYPES, NOT_SMOOTH
 from allforce.models.moments import Geometry, Row
 from allforce.models.pull import Pull, by_autograd
 from allforce.models.sel import complete_sel
-from allforce.models.serial import refuse
+from allforce.models.serial import nets_from_pt, refuse, tensor_of, to_numpy
 from allforce.models.spline import Grid
 from allforce.models.table import SplineTable, TableConfig
 from allforce.neighbors import visible_pairs
@@ -96,6 +96,7 @@ class TwoBody(Descriptor):
 
     stat_kind: ClassVar[str] = "se_a"  # DeePMD-kit's short name, in files of statistics
     mixed_sel: ClassVar[bool] = False  # slots are for neighbours of any type
+    pt_part: ClassVar[str] = ""  # where DeePMD-kit's PyTorch backend keeps nets and statistics, below the descriptor
     nets: nn.Module
 
     davg: Tensor  # (nt, 4) only component 0 is not zero
@@ -237,6 +238,18 @@ class TwoBody(Descriptor):
         refuse(tree, {"spin": None}, source)
         refuse(tree.get("env_mat") or {}, {"use_exp_switch": False}, source)
         return super().section_from_tree(tree, source)
+
+    def load_pt(self, state: dict[str, Tensor], prefix: str, source: str) -> None:
+        self.load_tree(self.tree_from_pt(state, prefix, source), source)
+
+    def tree_from_pt(self, state: dict[str, Tensor], prefix: str, source: str) -> dict[str, Any]:
+        """What `load_tree` takes, from the tensors of a .pt checkpoint."""
+        part = f"{prefix}{self.pt_part}"
+        statistics = {"davg": f"{part}.mean", "dstd": f"{part}.stddev"}
+        return {
+            "embeddings": {"networks": nets_from_pt(state, f"{part}.filter_layers", source)},
+            "@variables": {name: to_numpy(tensor_of(state, key, source)) for name, key in statistics.items()},
+        }
 
 
 class Moments(TwoBody):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import h5py
@@ -19,6 +20,9 @@ from allforce.files.tree import observed_types
 from allforce.infer.freeze import freeze
 from allforce.infer.predict import DeepPot
 from allforce.models.standard import StandardConfig, StandardModel
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
+from make import small_model  # noqa: E402
 
 COORD = np.array([[0.0, 0.0, 0.0], [1.1, 0.2, 0.1], [0.1, 1.2, 0.3], [2.0, 1.9, 0.4], [0.5, 0.6, 2.1]])
 TYPES = [0, 1, 1, 0, 1]
@@ -309,6 +313,72 @@ def test_pytorch_checkpoint(tmp_path: Path) -> None:
         np.testing.assert_array_equal(a, b)
     assert again.min_nbor_dist == 0.875
     assert observed_types(load_model(tmp_path / "m.pt")) == ["H", "O"]
+
+
+PARTS = {"se_e2_a": ".sea", "se_r": "", "se_e3": ".seat", "dpa1": ".se_atten", "se_atten_v2": ".se_atten"}
+
+
+def pt_layers(tree: dict, prefix: str) -> dict[str, dict]:
+    """Layers of the tree of a descriptor by their names in DeePMD-kit's PyTorch backend."""
+    part, out = f"{prefix}{PARTS[tree['type']]}", {}
+    for key, name in (("embeddings", "filter_layers"), ("embeddings_strip", "filter_layers_strip")):
+        for n, net in enumerate(tree[key]["networks"] if key in tree else ()):
+            out |= {f"{part}.{name}.networks.{n}.layers.{k}": layer for k, layer in enumerate(net["layers"])}
+    if "type_embedding" in tree:
+        (layer,) = tree["type_embedding"]["embedding"]["layers"]
+        out[f"{prefix}.type_embedding.embedding.embedding_net.layers.0"] = layer
+        for n, layer in enumerate(tree["attention_layers"]["attention_layers"]):
+            name = f"{part}.dpa1_attention.attention_layers.{n}"
+            out |= {f"{name}.attention_layer.{key}": layer["attention_layer"][key] for key in ("in_proj", "out_proj")}
+            out[f"{name}.attn_layer_norm"] = layer["attn_layer_norm"]
+    return out
+
+
+def pt_descriptor(tree: dict, prefix: str) -> dict[str, torch.Tensor]:
+    """Tensors of the tree of a descriptor by their names in DeePMD-kit's PyTorch backend."""
+    if tree["type"] == "hybrid":
+        parts = (pt_descriptor(part, f"{prefix}.descrpt_list.{n}") for n, part in enumerate(tree["list"]))
+        return {name: tensor for part in parts for name, tensor in part.items()}
+    arrays = {f"{prefix}{PARTS[tree['type']]}.mean": tree["@variables"]["davg"]}
+    arrays[f"{prefix}{PARTS[tree['type']]}.stddev"] = tree["@variables"]["dstd"]
+    for name, layer in pt_layers(tree, prefix).items():
+        names = {"matrix": "w", "bias": "b", "idt": "idt"}
+        arrays |= {f"{name}.{theirs}": layer["@variables"].get(ours) for theirs, ours in names.items()}
+    return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items() if array is not None}
+
+
+@pytest.mark.parametrize(
+    "descriptor",
+    [
+        {"type": "se_e2_r", "type_one_side": True, "resnet_dt": True},
+        {"type": "se_e3"},
+        {"type": "se_atten", "attn_layer": 2, "use_tebd_bias": True},
+        {"type": "se_atten", "tebd_input_mode": "strip"},
+        {"type": "se_atten_v2"},
+        {"type": "hybrid", "list": [{"type": "se_e2_a"}, {"type": "se_e2_r"}]},
+    ],
+    ids=lambda section: "_".join(str(v) for v in section.values() if isinstance(v, str)),
+)
+def test_pytorch_checkpoints_of_the_family(descriptor: dict, tmp_path: Path) -> None:
+    """Names as they are in checkpoints of DeePMD-kit 3.2."""
+    model = small_model(descriptor, mode="exact")
+    state = pt_descriptor(model.descriptor.to_tree(["O", "H"]), "model.Default.atomic_model.descriptor")
+    for n, net in enumerate(model.fitting.nets):
+        for k, layer in enumerate(net.layers):
+            name = f"model.Default.atomic_model.fitting_net.filter_layers.networks.{n}.layers.{k}"
+            state |= {f"{name}.matrix": layer.w.data, f"{name}.bias": layer.b.data}
+            if layer.idt is not None:
+                state[f"{name}.idt"] = layer.idt.data
+    state["model.Default.atomic_model.out_bias"] = model.fitting.bias_atom_e[None, :, None].clone()
+    section = model.config.model_dump()
+    more = {"_extra_state": {"model_params": section, "train_infos": {"lr": 0.001, "step": 5}}}
+    torch.save({"model": state | more, "optimizer": {}}, tmp_path / "m.pt")
+    for a, b in zip(energies(model), energies(load_model(tmp_path / "m.pt")), strict=True):
+        np.testing.assert_array_equal(a, b)
+    name = next(name for name in state if name.endswith(".mean"))
+    torch.save({"model": {k: v for k, v in state.items() if k != name} | more}, tmp_path / "m.pt")
+    with pytest.raises(UserError, match=f"no tensor '{name.removeprefix('model.Default.')}'"):
+        load_model(tmp_path / "m.pt")
 
 
 def test_pytorch_checkpoints_that_are_refused(tmp_path: Path) -> None:
