@@ -15,7 +15,7 @@ from allforce.distributed.launch import LOST, scrubbed
 
 ENDLESS = {"training__numb_steps": 10_000_000, "training__disp_freq": 20, "training__save_freq": 1000}
 LAUNCHERS = ["workers", "torchrun", "hydra", "openmpi", "horovodrun"]
-DEATHS = [("workers", 0), ("workers", 1), ("torchrun", 1), ("hydra", 0)]  # what CI has time for
+DEATHS = [("forked", 0), ("workers", 1), ("torchrun", 1), ("hydra", 0)]  # what CI has time for
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_a_killed_rank(endless, launcher, victim):
     assert code != 0
     if launcher not in ("torchrun", "horovodrun"):  # which show tracebacks of their own
         assert "Traceback" not in text, text
-    if launcher == "workers":
+    if launcher in ("forked", "workers"):
         assert code == LOST and f"rank {victim} (process" in text and "was ended by SIGKILL" in text, text
         assert "it was in step" in text, text
 

@@ -9,7 +9,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from run import ROOT
+from run import ROOT, Run
 from tiny import changed, write_data, write_input, write_system
 
 from allforce.cli import main
@@ -91,13 +91,6 @@ def test_structures(name):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kB
 
 
-def train(folder) -> tuple[int, str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "allforce", "train", "input.json"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
-    return done.returncode, done.stderr
-
-
 def spoil_box(folder):
     boxes = np.load(folder / "small/set.000/box.npy")
     boxes[7] *= 1e300
@@ -120,7 +113,8 @@ def test_data(tmp_path, spoil, words):
     write_data(tmp_path)
     write_input(tmp_path)
     spoil(tmp_path)
-    code, text = train(tmp_path)
+    with Run(tmp_path, "forked", 1, data=False) as run:
+        code, text = run.wait()
     assert code == 2 and words in text and "small" in text and "Traceback" not in text, text
 
 
