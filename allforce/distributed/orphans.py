@@ -13,7 +13,7 @@ import time
 
 from .launch import LASTING, LOST, detect
 
-GRACE = 1.0  # seconds in which the watch, when there is one, ends this worker itself
+GRACE = 0.6  # seconds in which the watch, when there is one, ends this worker itself
 
 
 def end_with_launcher() -> None:
