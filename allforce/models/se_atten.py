@@ -26,6 +26,7 @@ from allforce.config.keys import Int, NonNegative, Width
 from allforce.config.section import WIDEST, Section, Words, key
 from allforce.data.batch import Batch
 from allforce.errors import UserError
+from allforce.models.atten_nets import AttenNets
 from allforce.models.attention import AttentionLayer, Neighbors
 from allforce.models.env_stat import load_slots, slots
 from allforce.models.envmat import switch
@@ -35,9 +36,7 @@ from allforce.models.pull import Pull
 from allforce.models.sel import complete_sel
 from allforce.models.serial import collection, copy_nets, layer_from_pt, nets_from_pt, refuse
 from allforce.models.two_body import Moments, TwoBodyConfig, sum_over_edges
-from allforce.models.type_embedding import TypeEmbedding
 
-CHECKED = 256  # pairs of types whose curves the error of the table is measured on, at most
 ROWS = 2048  # neighbours that attention layers take at a time on a CPU: what passes between them stays in the cache
 WORTH = 4  # the table pays as long as its rows are fewer than this times the edges
 
@@ -137,47 +136,6 @@ class SeAttenV2Config(AttentionKeys):
     @property
     def smooth(self) -> bool:
         return True
-
-
-class AttenNets(nn.Module):
-    """The nets of the embedding and the type embedding."""
-
-    checked: Tensor  # (pairs, 2) types of centre and neighbour
-
-    def __init__(self, config: AttentionKeys, ntypes: int, dtype: torch.dtype):
-        super().__init__()
-        self.strip, self.one_side = config.strip, config.type_one_side
-        width = config.tebd_dim * (1 if self.one_side else 2)
-
-        def net(size: int, place: int) -> Net:
-            rng = generator(config.seed, 0, place)
-            return Net(size, config.neuron, config.activation_function, config.resnet_dt, dtype, rng)
-
-        self.types = TypeEmbedding(ntypes, config.tebd_dim, config.use_tebd_bias, generator(config.seed, 0, 2), dtype)
-        self.net = net(1 if self.strip else 1 + width, 0)
-        self.strip_net = net(width, 1) if self.strip else None
-        pairs = torch.cartesian_prod(torch.arange(1 if self.one_side else ntypes), torch.arange(ntypes))
-        keep = torch.linspace(0, len(pairs) - 1, min(CHECKED, len(pairs))).round().long()
-        self.register_buffer("checked", pairs[keep], persistent=False)
-
-    def of_pairs(self, center: Tensor, neighbor: Tensor) -> Tensor:
-        """What the nets see of a pair of types (n,): [t_neighbour, t_centre] (n, ·)."""
-        t = self.types()
-        of_neighbor = F.embedding(neighbor, t)
-        return of_neighbor if self.one_side else torch.cat([of_neighbor, F.embedding(center, t)], 1)
-
-    def curves(self, x: Tensor, center: Tensor, neighbor: Tensor) -> Tensor:
-        """G (P, n, M1) at x (P, 1) of n pairs of types (one curve with strip, where types do not enter)."""
-        if self.strip:
-            return self.net(x)[:, None]
-        types = self.of_pairs(center, neighbor)
-        P, n = len(x), len(types)
-        rows = torch.cat([x[:, None].expand(P, n, 1), types.expand(P, n, -1)], 2)
-        return self.net(rows.flatten(0, 1)).view(P, n, -1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Curves on which the error of the table is measured: with very many types a sample of them."""
-        return self.curves(x, self.checked[:, 0], self.checked[:, 1])
 
 
 class SeAtten(Moments):
