@@ -1,4 +1,4 @@
-"""The nets of se_atten: the embedding of a neighbour, by its distance and by the types of the pair (see se_atten.py)."""
+"""The nets of se_atten: the embedding of a neighbour by its distance and by the types of the pair (se_atten.py)."""
 
 from __future__ import annotations
 
