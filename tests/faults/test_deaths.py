@@ -12,6 +12,7 @@ import pytest
 from run import FULL, ROOT, Run
 
 from allforce.distributed.launch import LOST, scrubbed
+from allforce.distributed.watch import INTERVAL
 
 ENDLESS = {"training__numb_steps": 10_000_000, "training__disp_freq": 20, "training__save_freq": 1000}
 LAUNCHERS = ["workers", "torchrun", "hydra", "openmpi", "horovodrun"]
@@ -30,6 +31,7 @@ def endless(tmp_path):
             pytest.skip(reason)
         runs.append(Run(tmp_path, launcher, ranks, *args, **ENDLESS | changes))
         runs[0].wait_for("Batch      40")
+        time.sleep(5 * INTERVAL)  # 40 steps are done within a second: let the others hear of them
         return runs[0]
 
     yield start
