@@ -3,7 +3,7 @@
     python benchmarks/prediction.py --data WATER
 
 Costs of a step and real runs are measured in turn, several times over, because a machine that others share changes its
-speed within a minute. The prediction is that of the rounds' mean costs, held against the median of the runs.
+speed within a minute. The prediction is that of the median costs of all rounds, held against the median of the runs.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from allforce.models import pinet_kernels
 from allforce.models.kernels import compiled, options
 
 SMALL = 2**19  # bytes
@@ -62,7 +63,7 @@ class Interaction(torch.autograd.Function):
         if not compiled(w):
             return (w * e[:, :, None]).sum(1)
         out = w.new_empty(w.shape[0], w.shape[2])
-        _interaction(w.numpy(), _array(e), out.numpy())
+        pinet_kernels.interaction(w.numpy(), _array(e), out.numpy())
         return out
 
     @staticmethod
@@ -79,8 +80,8 @@ class InteractionPull(torch.autograd.Function):
         ctx.save_for_backward(w, e, g)
         if not compiled(w):
             return g[:, None, :] * e[:, :, None] * (1.0 - w * w), (w * g[:, None, :]).sum(2)
-        of_z, of_e = torch.empty_like(w), torch.empty_like(e, memory_format=torch.contiguous_format)
-        _interaction_pull(w.numpy(), _array(e), _array(g), of_z.numpy(), of_e.numpy())
+        of_z, of_e = torch.empty_like(w), torch.zeros_like(e, memory_format=torch.contiguous_format)
+        pinet_kernels.interaction_back(w.numpy(), _array(e), _array(g), of_z.numpy(), of_e.numpy())
         return of_z, of_e
 
     @staticmethod
@@ -123,28 +124,6 @@ def _tanh_adjoint(y, g, u, of_z, of_g):
         v = u[k] * (one - y[k] * y[k])
         of_g[k] = v
         of_z[k] = -two * y[k] * g[k] * v
-
-
-@njit(**options)
-def _interaction(w, e, out):
-    for p in range(w.shape[0]):
-        for c in range(w.shape[2]):
-            out[p, c] = w[p, 0, c] * e[p, 0]
-        for b in range(1, w.shape[1]):
-            for c in range(w.shape[2]):
-                out[p, c] += w[p, b, c] * e[p, b]
-
-
-@njit(**options)
-def _interaction_pull(w, e, g, of_z, of_e):
-    zero, one = w.dtype.type(0), w.dtype.type(1)
-    for p in range(w.shape[0]):
-        for b in range(w.shape[1]):
-            total, eb = zero, e[p, b]
-            for c in range(w.shape[2]):
-                of_z[p, b, c] = g[p, c] * eb * (one - w[p, b, c] * w[p, b, c])
-                total += g[p, c] * w[p, b, c]
-            of_e[p, b] = total
 
 
 @njit(**options)
