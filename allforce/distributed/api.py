@@ -15,13 +15,13 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..errors import UserError, file_problem
+from ..errors import UserError, file_problem, program_line
 from ..trace import Tracer
 from . import devices
 from .averaging import Named, average_gradients
@@ -134,12 +134,12 @@ def _here() -> Team:
     return _team
 
 
-def fail(error: BaseException) -> None:
+def fail(error: BaseException) -> NoReturn:
     """End all workers as an exception that nobody caught would."""
     _give_up(type(error), error, error.__traceback__)
 
 
-def _give_up(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+def _give_up(kind: type[BaseException], error: BaseException, trace: Any) -> NoReturn:
     """An exception nobody caught: say it, and end all workers, which would wait for this one."""
     team, code = _team, 2 if issubclass(kind, UserError) else 1
     if isinstance(error, LostContact):
@@ -149,13 +149,14 @@ def _give_up(kind: type[BaseException], error: BaseException, trace: Any) -> Non
         print(f"error: {error}. All workers end.", file=sys.stderr, flush=True)
     elif issubclass(kind, UserError):
         name = "" if team is None else f"rank {team.comm.rank} on {socket.gethostname()}: "
-        print(f"error: {name}{error}", file=sys.stderr, flush=True)
+        print(f"error: {name}{program_line(trace)}{error}", file=sys.stderr, flush=True)
     else:
         sys.__excepthook__(kind, error, trace)
     if team is not None:
         if team.comm.rank > 0:
             time.sleep(1.0)  # mostly all have the same complaint: let the first end the job
         team.comm.abort(code)
+    raise SystemExit(code)
 
 
 def connection() -> Comm:

@@ -17,6 +17,8 @@ import json
 import logging
 import os
 import re
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ FORMAT, VERSION = "allforce checkpoint", 2  # version 1 had no checksum
 DIGEST = re.compile(rb'\\"sha256\\": \\"([0-9a-f]{64})\\"')  # in the header: JSON within JSON
 AVERAGE = "ema"
 log = logging.getLogger("deepmd.checkpoint")
+LEFT = 60.0  # seconds: nobody writes as long at a file of a few bytes
 NEWEST = "checkpoint"  # the text file that names the newest one
 
 
@@ -256,8 +259,14 @@ def save(prefix: Path, checkpoint: Checkpoint, keep: int) -> Path:
 
 
 def sweep(prefix: Path) -> None:
-    """Remove what a killed run left half-written; only who holds the lock of the folder may."""
-    for folder in {Path.cwd(), prefix.parent.absolute()}:
+    """Remove what a killed run left half-written; only who holds the lock of the prefix's folder may.
+
+    The working folder may be that of other runs, too, which are writing: there a file counts as left when it is old.
+    """
+    own = prefix.parent.absolute()
+    for folder in {Path.cwd(), own}:
         for pattern in (f".{glob.escape(prefix.name)}*{SUFFIX}.*.tmp", f".{NEWEST}.*.tmp"):
             for path in folder.glob(pattern):
-                path.unlink(missing_ok=True)
+                with suppress(FileNotFoundError):  # its writer has ended meanwhile
+                    if folder == own or time.time() - path.stat().st_mtime > LEFT:
+                        path.unlink()

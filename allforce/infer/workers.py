@@ -76,7 +76,6 @@ class Workers:
 
                 known = isinstance(error, OSError) and error.filename is not None
                 api.fail(UserError(file_problem(error)) if known else error)  # type: ignore[arg-type]
-                raise SystemExit(1) from None  # should the end not come at once
             raise
 
     def of_rank_0(self, arrays: Sequence[np.ndarray], kind: object) -> list[np.ndarray]:

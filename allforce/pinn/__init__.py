@@ -12,10 +12,14 @@
         EvalSpec(lambda: dataset()["vali"].apply(sparse_batch(10))),
     )
 
-Started by torchrun, mpirun, srun, … it trains on all workers together.
+Started by torchrun, mpirun, srun, … it trains on all workers together. A UserError that the script does not catch ends
+it with one paragraph and exit code 2, as `dp` does.
 """
 
+import sys
+
 from allforce.data.pinn import Dataset, distribute_data, load_ase, load_mimic, load_tfrecord, sparse_batch
+from allforce.errors import end_program
 from allforce.pinn.estimator import (
     Estimator,
     EvalSpec,
@@ -43,3 +47,6 @@ __all__ = [
     "sparse_batch",
     "train_and_evaluate",
 ]
+
+if sys.excepthook is sys.__excepthook__:  # unless the program has one of its own
+    sys.excepthook = end_program

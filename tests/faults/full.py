@@ -547,7 +547,10 @@ def one(name: str, scale: float, seed: int) -> int:
     run, count = EXPERIMENTS[name]
     begun = time.monotonic()
     try:
-        outcome = run(max(2, round(count * scale)), random.Random(f"{seed} {name}"))
+        with scratch() as folder, ExitStack() as end:
+            end.callback(os.chdir, os.getcwd())
+            os.chdir(folder)  # saves leave `checkpoint` there
+            outcome = run(max(2, round(count * scale)), random.Random(f"{seed} {name}"))
     except (FileNotFoundError, subprocess.CalledProcessError) as error:  # no strace, mount or ip, or no right to it
         outcome = Outcome(note=f"not tried: {error}")
     except BaseException:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import yaml
@@ -100,6 +104,14 @@ def test_the_wrong_model_is_told():
         dipole_model({**PARAMS, "model_dir": "run"})
     with pytest.raises(UserError, match="expected one with potential in its name"):
         potential_model({**PARAMS, "model": {"name": "AC_dipole_model"}})
+
+
+def test_a_script_ends_with_one_paragraph(tmp_path):
+    lines = ["from allforce.pinn import distribute_data", "files = ['a', 'b']", "distribute_data(files, files[:1])"]
+    (tmp_path / "script.py").write_text("\n".join(lines))
+    result = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert re.match(r"error: .*script.py, line 3: distribute_data: .*2", result.stderr), result.stderr
 
 
 def test_numbers_of_numpy_are_numbers():

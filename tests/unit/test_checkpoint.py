@@ -171,3 +171,13 @@ def test_half_written_files_are_swept(tmp_path, monkeypatch):
         Path(name).touch()
     checkpoint.sweep(tmp_path / "m")
     assert sorted(os.listdir()) == ["m-3.safetensors", "tmp"]
+
+
+def test_what_another_run_is_writing_is_not_swept(tmp_path, monkeypatch):
+    """Two runs in one working folder, each with a save_dir of its own."""
+    monkeypatch.chdir(tmp_path)
+    for name in (".checkpoint.77.tmp", ".checkpoint.78.tmp"):
+        Path(name).touch()
+    os.utime(".checkpoint.78.tmp", (0, 0))
+    checkpoint.sweep(tmp_path / "mine/m")
+    assert os.listdir() == [".checkpoint.77.tmp"]

@@ -36,6 +36,14 @@ def test_the_comm_protocol_alone_is_cheap():
     assert out.strip() == "['allforce.distributed.comm']"
 
 
+@pytest.mark.parametrize("line", ["ad.init(engine='telepathy')", "ad.init(); ad.load('none', torch.nn.Linear(1, 1))"])
+def test_a_program_ends_with_one_paragraph(line):
+    code = f"import torch\nimport allforce.distributed as ad\n{line}"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert "line 3: " in result.stderr and len(result.stderr.splitlines()) == 1
+
+
 def test_serial():
     ad.init()
     assert (ad.rank(), ad.size(), ad.local_rank(), ad.local_size()) == (0, 1, 0, 1)
