@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from allforce.data.batch import Edges
-from allforce.models import kernels
+from allforce.models import atom_kernels
+from allforce.models.kernels import compiled
+from allforce.models.pool import Pool, threads
 
 
 class AtomsOfEdges(torch.autograd.Function):
@@ -16,8 +18,8 @@ class AtomsOfEdges(torch.autograd.Function):
     def forward(ctx, g: Tensor, edges: Edges, natoms: int) -> Tensor:
         ctx.edges = edges
         out = g.new_zeros(natoms, 3)
-        if kernels.compiled(g):
-            kernels.atoms_of_edges(edges.i.numpy(), edges.j.numpy(), g.detach().contiguous().numpy(), out.numpy())
+        if compiled(g):
+            atom_kernels.atoms_of_edges(edges.i.numpy(), edges.j.numpy(), g.detach().contiguous().numpy(), out.numpy())
             return out
         return out.index_add_(0, edges.i, g).index_add_(0, edges.j, g, alpha=-1)
 
@@ -25,10 +27,10 @@ class AtomsOfEdges(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, v: Tensor):
         edges = ctx.edges
-        if not kernels.compiled(v):
+        if not compiled(v):
             return v[edges.i] - v[edges.j], None, None
         out = v.new_empty(len(edges.i), 3)
-        kernels.edges_of_atoms(edges.i.numpy(), edges.j.numpy(), v.contiguous().numpy(), out.numpy())
+        atom_kernels.edges_of_atoms(edges.i.numpy(), edges.j.numpy(), v.contiguous().numpy(), out.numpy())
         return out, None, None
 
 
@@ -40,13 +42,17 @@ def by_rows(D: Tensor, M1: int, M2: int) -> Tensor:
     return D[:, : M1 * M2].unflatten(1, (M1, M2))
 
 
+def pool(D: Tensor) -> Pool:
+    return threads(D.numel() // 64)  # numbers of D take a 64th of the time of an edge
+
+
 def symmetric_product(X: Tensor, Y: Tensor, M2: int, width: int) -> Tensor:
     """S(X, Y) = Xᵀ Y[:, :M2] + Yᵀ X[:, :M2] from two (N, 4, M1), as (N, width) with zeros behind."""
     N, _, M1 = X.shape
     D = X.new_empty(N, width)
     D[:, M1 * M2 :] = 0.0
-    if kernels.compiled(X):
-        kernels.gram(X.contiguous().numpy(), Y.contiguous().numpy(), M2, D.numpy())
+    if compiled(X):
+        atom_kernels.gram(X.contiguous().numpy(), Y.contiguous().numpy(), M2, D.numpy(), pool(D))
     else:
         by_rows(D, M1, M2).copy_(X.transpose(1, 2) @ Y[:, :, :M2] + Y.transpose(1, 2) @ X[:, :, :M2])
     return D
@@ -54,13 +60,13 @@ def symmetric_product(X: Tensor, Y: Tensor, M2: int, width: int) -> Tensor:
 
 def product_gradient(g: Tensor, T: Tensor, M2: int) -> Tensor:
     """P(g, T) = ∂<g, ½S(T, T)>/∂T (N, 4, M1), linear in g (N, M1·M2 + ·) and in T."""
-    if not kernels.compiled(T):
+    if not compiled(T):
         g = by_rows(g, T.shape[2], M2)
         out = T[:, :, :M2] @ g.transpose(1, 2)
         out[:, :, :M2] += T @ g
         return out
     out = torch.empty_like(T)
-    kernels.gram_gradient(g.contiguous().numpy(), T.contiguous().numpy(), M2, out.numpy())
+    atom_kernels.gram_gradient(g.contiguous().numpy(), T.contiguous().numpy(), M2, out.numpy(), pool(g))
     return out
 
 
@@ -73,8 +79,8 @@ class Gram(torch.autograd.Function):
         ctx.M2, ctx.widths = M2, [c.shape[1] for c in columns]
         N, _, M1 = T.shape
         D = T.new_empty(N, M1 * M2 + sum(ctx.widths))
-        if kernels.compiled(T):
-            kernels.square(T.detach().contiguous().numpy(), M2, D.numpy())
+        if compiled(T):
+            atom_kernels.square(T.detach().contiguous().numpy(), M2, D.numpy(), pool(D))
         else:
             by_rows(D, M1, M2).copy_(T.transpose(1, 2) @ T[:, :, :M2])
         for place, column in zip(D[:, M1 * M2 :].split(ctx.widths, 1), columns, strict=True):

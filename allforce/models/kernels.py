@@ -1,8 +1,8 @@
-"""Compiled loops for CPUs (numba): over edges for the moments, over atoms for the descriptor and the fitting layers.
+"""Compiled loops for CPUs (numba) over the edges of atoms: the moments and their derivatives.
 
 Everything is recomputed from the edge vector, which is cheaper than reading it back. Edges are sorted by centre, so
-what is written stays in the cache. One thread: a second thread pool beside torch's costs more than it brings.
-Arguments: see moments.Compiled. The environment variable ALLFORCE_KERNELS=torch turns them off.
+what is written stays in the cache. They run on torch's threads (pool.py). Arguments: see moments.Compiled.
+The environment variable ALLFORCE_KERNELS=torch turns them off.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 from numba import njit
 from torch import Tensor
 
+from allforce.models.pool import spread
 from allforce.models.spline import WIDTH, polynomials
 
 LANES = 8  # WIDTH filled up with zeros to whole vector registers
@@ -68,10 +69,10 @@ def polynomial(table, u, out):
 
 
 @njit(**inline)
-def edge_buffers(first):
+def edge_buffers(first, begin, end):
     """For the edges of one atom: columns of `on_grid`, interval and neighbour type."""
     most = 0
-    for i in range(first.shape[0] - 1):
+    for i in range(begin, end):
         most = max(most, first[i + 1] - first[i])
     return np.empty((12, most)), np.empty(most, dtype=np.int64), np.empty(most, dtype=np.int64)
 
@@ -136,13 +137,12 @@ def splines_at(x, grid, value):
 
 
 @njit(**options)
-def moments(r, j, first, types, center, used, group, grid, weighted, piece, sel, A):
-    """A[i, :, (t − piece[0])·K + k] = Σ w_e B_k(x_e) R̂_e over the edges of i, and empty slots of `sel`; t a group."""
+def _moments(begin, end, r, j, first, types, center, used, group, grid, weighted, piece, sel, A):
     value = np.empty(LANES)
-    c, b, t = edge_buffers(first)
+    c, b, t = edge_buffers(first, begin, end)
     row = np.empty(A.shape[1:])  # of one atom, in float64 and in the cache
     K = grid[6]
-    for i in range(first.shape[0] - 1):
+    for i in range(begin, end):
         row[:] = 0.0
         empty = sel.copy()
         edges_of_atom(i, r, j, first, types, center, used, group, grid, weighted, piece, c, b, t)
@@ -168,13 +168,19 @@ def moments(r, j, first, types, center, used, group, grid, weighted, piece, sel,
 
 
 @njit(**options)
-def pull(r, j, first, types, center, used, group, grid, weighted, piece, gA, g):
-    """g_e = ∂E/∂r_e from gA = ∂E/∂A; edges to other types, and those not on the grid, are left as they are."""
+def moments(r, j, first, types, center, used, group, grid, weighted, piece, sel, A, pool):
+    """A[i, :, (t − piece[0])·K + k] = Σ w_e B_k(x_e) R̂_e over the edges of i, and empty slots of `sel`; t a group."""
+    arguments = (r, j, first, types, center, used, group, grid, weighted, piece, sel, A)
+    spread(_moments, first.shape[0] - 1, arguments, pool)
+
+
+@njit(**options)
+def _pull(begin, end, r, j, first, types, center, used, group, grid, weighted, piece, gA, g):
     value = np.empty(LANES)
     slope = np.empty(LANES)
-    c, b, t = edge_buffers(first)
+    c, b, t = edge_buffers(first, begin, end)
     inv_h, K = grid[5], grid[6]
-    for i in range(first.shape[0] - 1):
+    for i in range(begin, end):
         edges_of_atom(i, r, j, first, types, center, used, group, grid, weighted, piece, c, b, t)
         for n in range(first[i + 1] - first[i]):
             if t[n] < 0:
@@ -206,14 +212,20 @@ def pull(r, j, first, types, center, used, group, grid, weighted, piece, gA, g):
 
 
 @njit(**options)
-def push(r, j, first, types, center, used, group, grid, weighted, piece, u, A):
-    """The adjoint of pull: A = Σ_e ∂(B R̂)/∂r_e · u_e."""
+def pull(r, j, first, types, center, used, group, grid, weighted, piece, gA, g, pool):
+    """g_e = ∂E/∂r_e from gA = ∂E/∂A; edges to other types, and those not on the grid, are left as they are."""
+    arguments = (r, j, first, types, center, used, group, grid, weighted, piece, gA, g)
+    spread(_pull, first.shape[0] - 1, arguments, pool)
+
+
+@njit(**options)
+def _push(begin, end, r, j, first, types, center, used, group, grid, weighted, piece, u, A):
     value = np.empty(LANES)
     slope = np.empty(LANES)
-    c, b, t = edge_buffers(first)
+    c, b, t = edge_buffers(first, begin, end)
     row = np.empty(A.shape[1:])  # of one atom, in float64 and in the cache
     inv_h, K = grid[5], grid[6]
-    for i in range(first.shape[0] - 1):
+    for i in range(begin, end):
         row[:] = 0.0
         edges_of_atom(i, r, j, first, types, center, used, group, grid, weighted, piece, c, b, t)
         for n in range(first[i + 1] - first[i]):
@@ -242,6 +254,13 @@ def push(r, j, first, types, center, used, group, grid, weighted, piece, u, A):
         A[i] = row
 
 
+@njit(**options)
+def push(r, j, first, types, center, used, group, grid, weighted, piece, u, A, pool):
+    """The adjoint of pull: A = Σ_e ∂(B R̂)/∂r_e · u_e."""
+    arguments = (r, j, first, types, center, used, group, grid, weighted, piece, u, A)
+    spread(_push, first.shape[0] - 1, arguments, pool)
+
+
 @njit(**inline)
 def radial_on_grid(i, r, j, first, types, center, used, group, grid, piece, c, b, t):
     """Of the edges of atom i: place in the interval, x'/(h·distance), distance; interval and group as elsewhere."""
@@ -259,13 +278,12 @@ def radial_on_grid(i, r, j, first, types, center, used, group, grid, piece, c, b
 
 
 @njit(**options)
-def radial_moments(r, j, first, types, center, used, group, grid, weighted, piece, sel, A):
-    """A[i, 0, (t − piece[0])·K + k] = Σ B_k(x_e): the number 1 for a row; neighbours of excluded types are at x = 0."""
+def _radial_moments(begin, end, r, j, first, types, center, used, group, grid, weighted, piece, sel, A):
     value = np.empty(LANES)
-    c, b, t = edge_buffers(first)
+    c, b, t = edge_buffers(first, begin, end)
     row = np.empty(A.shape[1:])  # of one atom, in float64 and in the cache
     K = grid[6]
-    for i in range(first.shape[0] - 1):
+    for i in range(begin, end):
         row[:] = 0.0
         empty = sel.copy()
         radial_on_grid(i, r, j, first, types, center, used, group, grid, piece, c, b, t)
@@ -288,12 +306,22 @@ def radial_moments(r, j, first, types, center, used, group, grid, weighted, piec
 
 
 @njit(**options)
-def radial_pull(r, j, first, types, center, used, group, grid, weighted, piece, gA, g):
-    """g_e = ∂E/∂r_e from gA = ∂E/∂A of radial_moments."""
+def radial_moments(r, j, first, types, center, used, group, grid, weighted, piece, sel, A, pool):
+    """A[i, 0, (t − piece[0])·K + k] = Σ B_k(x_e): the number 1 for a row; neighbours of excluded types are at x = 0."""
+    spread(
+        _radial_moments,
+        first.shape[0] - 1,
+        (r, j, first, types, center, used, group, grid, weighted, piece, sel, A),
+        pool,
+    )
+
+
+@njit(**options)
+def _radial_pull(begin, end, r, j, first, types, center, used, group, grid, weighted, piece, gA, g):
     slope = np.empty(LANES)
-    c, b, t = edge_buffers(first)
+    c, b, t = edge_buffers(first, begin, end)
     K = grid[6]
-    for i in range(first.shape[0] - 1):
+    for i in range(begin, end):
         radial_on_grid(i, r, j, first, types, center, used, group, grid, piece, c, b, t)
         for n in range(first[i + 1] - first[i]):
             if t[n] < 0:
@@ -307,13 +335,20 @@ def radial_pull(r, j, first, types, center, used, group, grid, weighted, piece, 
 
 
 @njit(**options)
-def radial_push(r, j, first, types, center, used, group, grid, weighted, piece, u, A):
-    """The adjoint of radial_pull."""
+def radial_pull(r, j, first, types, center, used, group, grid, weighted, piece, gA, g, pool):
+    """g_e = ∂E/∂r_e from gA = ∂E/∂A of radial_moments."""
+    spread(
+        _radial_pull, first.shape[0] - 1, (r, j, first, types, center, used, group, grid, weighted, piece, gA, g), pool
+    )
+
+
+@njit(**options)
+def _radial_push(begin, end, r, j, first, types, center, used, group, grid, weighted, piece, u, A):
     slope = np.empty(LANES)
-    c, b, t = edge_buffers(first)
+    c, b, t = edge_buffers(first, begin, end)
     row = np.empty(A.shape[1:])  # of one atom, in float64 and in the cache
     K = grid[6]
-    for i in range(first.shape[0] - 1):
+    for i in range(begin, end):
         row[:] = 0.0
         radial_on_grid(i, r, j, first, types, center, used, group, grid, piece, c, b, t)
         for n in range(first[i + 1] - first[i]):
@@ -328,122 +363,8 @@ def radial_push(r, j, first, types, center, used, group, grid, weighted, piece, 
 
 
 @njit(**options)
-def atoms_of_edges(i, j, g, out):
-    """out_i += g_e, out_j −= g_e: what edges do to the atoms at their ends."""
-    for e in range(i.shape[0]):
-        a, b = i[e], j[e]
-        for c in range(3):
-            out[a, c] += g[e, c]
-            out[b, c] -= g[e, c]
-
-
-@njit(**options)
-def edges_of_atoms(i, j, v, out):
-    """The adjoint: out_e = v_i − v_j."""
-    for e in range(i.shape[0]):
-        a, b = i[e], j[e]
-        for c in range(3):
-            out[e, c] = v[a, c] - v[b, c]
-
-
-@njit(**options)
-def square(T, M2, D):
-    """D_n = T_nᵀ T_n[:, :M2] for T (N, 4, M1), in the first M1·M2 columns of D."""
-    M1 = T.shape[2]
-    t = np.empty((4, M2), dtype=T.dtype)  # the first M2 columns, close together
-    row = np.empty(M2, dtype=T.dtype)
-    for n in range(D.shape[0]):
-        for c in range(4):
-            for b in range(M2):
-                t[c, b] = T[n, c, b]
-        for a in range(M1):
-            t0, t1, t2, t3 = T[n, 0, a], T[n, 1, a], T[n, 2, a], T[n, 3, a]
-            for b in range(M2):
-                row[b] = t0 * t[0, b] + t1 * t[1, b] + t2 * t[2, b] + t3 * t[3, b]
-            for b in range(M2):
-                D[n, a * M2 + b] = row[b]
-
-
-@njit(**options)
-def gram(X, Y, M2, D):
-    """D_n = X_nᵀ Y_n[:, :M2] + Y_nᵀ X_n[:, :M2] for X, Y (N, 4, M1), in the first M1·M2 columns of D."""
-    M1 = X.shape[2]
-    x = np.empty((4, M2), dtype=X.dtype)  # the first M2 columns, close together
-    y = np.empty((4, M2), dtype=X.dtype)
-    row = np.empty(M2, dtype=X.dtype)
-    for n in range(D.shape[0]):
-        for c in range(4):
-            for b in range(M2):
-                x[c, b] = X[n, c, b]
-                y[c, b] = Y[n, c, b]
-        for a in range(M1):
-            x0, x1, x2, x3 = X[n, 0, a], X[n, 1, a], X[n, 2, a], X[n, 3, a]
-            y0, y1, y2, y3 = Y[n, 0, a], Y[n, 1, a], Y[n, 2, a], Y[n, 3, a]
-            for b in range(M2):
-                row[b] = (
-                    x0 * y[0, b] + x1 * y[1, b] + x2 * y[2, b] + x3 * y[3, b]
-                    + y0 * x[0, b] + y1 * x[1, b] + y2 * x[2, b] + y3 * x[3, b]
-                )  # fmt: skip
-            for b in range(M2):
-                D[n, a * M2 + b] = row[b]
-
-
-@njit(**options)
-def gram_gradient(g, T, M2, out):
-    """out = ∂<g, TᵀT[:, :M2]>/∂T for T and out (N, 4, M1), g in the first M1·M2 columns of an array."""
-    M1 = T.shape[2]
-    t = np.empty((4, M2), dtype=T.dtype)
-    low = np.empty((4, M2), dtype=T.dtype)
-    for n in range(g.shape[0]):
-        for c in range(4):
-            for b in range(M2):
-                t[c, b] = T[n, c, b]
-                low[c, b] = 0.0
-        for a in range(M1):
-            t0, t1, t2, t3 = T[n, 0, a], T[n, 1, a], T[n, 2, a], T[n, 3, a]
-            s0, s1, s2, s3 = T.dtype.type(0), T.dtype.type(0), T.dtype.type(0), T.dtype.type(0)
-            for b in range(M2):
-                v = g[n, a * M2 + b]
-                s0 += v * t[0, b]
-                s1 += v * t[1, b]
-                s2 += v * t[2, b]
-                s3 += v * t[3, b]
-            for b in range(M2):
-                v = g[n, a * M2 + b]
-                low[0, b] += v * t0
-                low[1, b] += v * t1
-                low[2, b] += v * t2
-                low[3, b] += v * t3
-            out[n, 0, a] = s0
-            out[n, 1, a] = s1
-            out[n, 2, a] = s2
-            out[n, 3, a] = s3
-        for c in range(4):
-            for b in range(M2):
-                out[n, c, b] += low[c, b]
-
-
-@njit(**options)
-def tanh_layer(t, idt, x, copies, a, steep):
-    """a = idt·t + copies of x beside each other, steep = idt·(1 − t²), for t = tanh(z) (n, out), x (n, in)."""
-    for i in range(t.shape[0]):
-        for k in range(t.shape[1]):
-            a[i, k] = t[i, k] * idt[k]
-            steep[i, k] = (1.0 - t[i, k] * t[i, k]) * idt[k]
-        for copy in range(copies):
-            for k in range(x.shape[1]):
-                a[i, copy * x.shape[1] + k] += x[i, k]
-
-
-@njit(**options)
-def tanh_adjoint(t, idt, steep, a_bar, G, z_dot, z_bar, b_bar, idt_bar):
-    """z̄ = ā idt φ' + G idt φ'' ż, its sums b̄ over the rows, and those of idt: ā φ + G φ' ż."""
-    b_bar[:] = 0.0
-    idt_bar[:] = 0.0
-    for i in range(t.shape[0]):
-        for k in range(t.shape[1]):
-            w = G[i, k] * z_dot[i, k]
-            z = steep[i, k] * (a_bar[i, k] - 2.0 * t[i, k] * w)
-            z_bar[i, k] = z
-            b_bar[k] += z
-            idt_bar[k] += a_bar[i, k] * t[i, k] + w * (1.0 - t[i, k] * t[i, k])
+def radial_push(r, j, first, types, center, used, group, grid, weighted, piece, u, A, pool):
+    """The adjoint of radial_pull."""
+    spread(
+        _radial_push, first.shape[0] - 1, (r, j, first, types, center, used, group, grid, weighted, piece, u, A), pool
+    )

@@ -23,6 +23,7 @@ from torch import Tensor
 from allforce.data.batch import Edges
 from allforce.models import kernels
 from allforce.models.envmat import environment, switch
+from allforce.models.pool import Pool, threads
 from allforce.models.spline import WIDTH, Grid
 from allforce.trace import MOMENTS, phase
 
@@ -66,6 +67,10 @@ class Geometry:
         arrays = (x.numpy() for x in (self.r, edges.j, edges.first, edges.type, self.center, self.used, self.group))
         grid = (self.rs, self.rc, self.protection, self.r_close, self.grid.lo, 1.0 / self.grid.h, self.grid.K)
         return *arrays, grid, self.row == "w R"
+
+    @property
+    def pool(self) -> Pool:
+        return threads(len(self.r))
 
     def pieces(self) -> list[tuple[int, int]]:
         """Ranges of neighbour types whose moments fit into MOMENTS_BYTES, at least one type each."""
@@ -172,19 +177,19 @@ class Compiled:
     def moments(cls, g: Geometry, begin: int, end: int) -> Tensor:
         A = g.new_moments(begin, end)
         kernel = kernels.radial_moments if g.width == 1 else kernels.moments
-        kernel(*cls.arguments(g, begin, end), g.sel.numpy(), A.numpy())
+        kernel(*cls.arguments(g, begin, end), g.sel.numpy(), A.numpy(), g.pool)
         return A
 
     @classmethod
     def pull(cls, gA: Tensor, g: Geometry, begin: int, end: int, out: Tensor) -> None:
         kernel = kernels.radial_pull if g.width == 1 else kernels.pull
-        kernel(*cls.arguments(g, begin, end), gA.contiguous().numpy(), out.numpy())
+        kernel(*cls.arguments(g, begin, end), gA.contiguous().numpy(), out.numpy(), g.pool)
 
     @classmethod
     def push(cls, u: Tensor, g: Geometry, begin: int, end: int) -> Tensor:
         A = g.new_moments(begin, end)
         kernel = kernels.radial_push if g.width == 1 else kernels.push
-        kernel(*cls.arguments(g, begin, end), u.contiguous().numpy(), A.numpy())
+        kernel(*cls.arguments(g, begin, end), u.contiguous().numpy(), A.numpy(), g.pool)
         return A
 
 

@@ -19,8 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from allforce.models import kernels
+from allforce.models import atom_kernels
+from allforce.models.kernels import compiled
 from allforce.models.layers import Layer, Net
+from allforce.models.pool import threads
 
 
 @dataclass
@@ -39,10 +41,10 @@ class LayerRecord:
 
 def activate(layer: Layer, z: Tensor, x: Tensor, second: bool) -> LayerRecord:
     """The layer from z = x w + b on; z is overwritten."""
-    if layer.activation.lower() == "tanh" and kernels.compiled(z):
+    if layer.activation.lower() == "tanh" and compiled(z):
         t, a, slope = z.tanh_(), torch.empty_like(z), torch.empty_like(z)
         arrays = (y.detach().numpy() for y in (t, idt_or_one(layer), x))
-        kernels.tanh_layer(*arrays, layer.copies, a.numpy(), slope.numpy())
+        atom_kernels.tanh_layer(*arrays, layer.copies, a.numpy(), slope.numpy(), threads(a.numel() // 16))
         return LayerRecord(x, a, t, None, None, slope)
     t, d, dd = slopes(layer, z, second)
     a, slope = (t.clone(), d) if layer.idt is None else (t * layer.idt, d * layer.idt)
@@ -55,7 +57,7 @@ def activation_adjoint(layer: Layer, c: LayerRecord, a_bar: Tensor, z_dot: Tenso
     if c.d is None or c.dd is None:
         z_bar, b_bar, idt_bar = torch.empty_like(c.t), torch.empty_like(layer.b), torch.empty_like(layer.b)
         arrays = (y.detach().numpy() for y in (c.t, idt_or_one(layer), c.slope, a_bar, c.G, z_dot))
-        kernels.tanh_adjoint(*arrays, z_bar.numpy(), b_bar.numpy(), idt_bar.numpy())
+        atom_kernels.tanh_adjoint(*arrays, z_bar.numpy(), b_bar.numpy(), idt_bar.numpy())
         return z_bar, b_bar, idt_bar
     curved = c.dd * z_dot if layer.idt is None else c.dd * z_dot * layer.idt
     z_bar = (a_bar * c.slope).addcmul_(c.G, curved)

@@ -1,7 +1,14 @@
-"""Compiled loops and numba's cache, which knows the file of a loop and not the files its constants come from."""
+"""Compiled loops: torch's threads, and numba's cache, which knows the file of a loop and not those of its constants."""
 
 import subprocess
 import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numba import njit
+
+from allforce.models.pool import gomp_parallel, spread
 
 
 def test_a_change_of_the_splines_cannot_meet_old_loops():
@@ -20,3 +27,50 @@ else:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@njit
+def _count(begin, end, scale, seen, who):
+    for n in range(begin, end):
+        seen[n] += scale
+        for _ in range(100):
+            who[n] = np.sin(who[n] + n)
+
+
+@njit
+def count(scale, seen, who, pool):
+    return spread(_count, len(seen), (scale, seen, who), pool)
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 7, 1000])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_atom_once_on_any_number_of_threads(size, n):
+    alone, seen = np.zeros(n), np.zeros(n)
+    count(2.0, np.zeros(n), alone, (0, 1))
+    who = np.zeros(n)
+    assert count(2.0, seen, who, (gomp_parallel(), size)) == 0
+    np.testing.assert_array_equal(seen, 2.0)
+    np.testing.assert_array_equal(who, alone)
+
+
+def test_loops_have_no_threads_of_their_own():
+    """They run on those that torch's operations have started."""
+    assert gomp_parallel()
+    code = f"""
+import os, sys
+import numpy as np, torch
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_kernels import count
+from allforce.models import pool
+torch.set_num_threads(3)
+count(2.0, np.zeros(9), np.zeros(9), (0, 1))
+torch.rand(1000, 1000) @ torch.rand(1000, 1000)
+torch.rand(1000, 1000).exp()
+before = len(os.listdir("/proc/self/task"))
+assert pool.threads(10**6)[1] == 3 and pool.threads(10)[1] == 1
+count(2.0, np.zeros(9), np.zeros(9), pool.threads(10**6))
+print(before, len(os.listdir("/proc/self/task")))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    before, after = done.stdout.split()
+    assert before == after and int(before) >= 3, done.stderr
