@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from argparse import ArgumentParser
@@ -357,10 +358,8 @@ def main(argv: list[str] | None = None) -> int:
 
             logs.setup(args.log_level, args.log_path)
         code = args.run(args) or 0
-        if argv is None and getattr(args, "has_workers", False):  # nothing of this process is left to be closed, and
-            sys.stdout.flush()  # taking torch apart object by object would keep the terminal for a second
-            sys.stderr.flush()
-            os._exit(code)
+        if argv is None:
+            gc.freeze()  # to look through all of torch's objects for cycles would keep the terminal for a second
         return code
     except UserError as error:
         print(f"dp {args.command}: error: {error}", file=sys.stderr)

@@ -7,6 +7,7 @@ result is the serial one to rounding. With sharding "partition" a rank takes all
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import numpy as np
@@ -19,9 +20,10 @@ from allforce.data.stat_file import StatFile
 from allforce.data.system import System
 from allforce.distributed.comm import Comm
 from allforce.errors import UserError
-from allforce.neighbors import Pairs, check_distances, neighbor_list
+from allforce.neighbors import Pairs, check_distances, neighbor_counts, neighbor_list
 
 ITEM = TypeVar("ITEM")
+AT_ONCE = 64  # frames that are read before their neighbours are counted
 SAME_ENERGY = 1e-3  # eV; more between two energies of the same isolated atom is a mistake
 
 
@@ -125,17 +127,21 @@ def count_neighbors(
 
     mixed: of all types together.
     """
-    frames = [(s, k) for s in systems for k in range(s.nframes)]
+    frames = share([(s, k) for s in systems for k in range(s.nframes)], comm, split)
     ntypes = 1 if mixed else len(systems[0].type_map)
     least, most = np.inf, np.zeros(ntypes)
-    for system, k in share(frames, comm, split):
-        frame = system.frame(k).by_type()
-        where = f"{system.name}, frame {k}"
+
+    def look(frame: Frame, where: str) -> tuple[float, np.ndarray]:
         i, j, r = neighbor_list(frame.coord, frame.cell, rcut, where=where)
-        least = min(least, check_distances(i, j, r, where, frame.order))
-        neighbor = np.zeros_like(j) if mixed else frame.type[j]
-        count = np.bincount(i * np.int64(ntypes) + neighbor, minlength=len(frame.type) * ntypes)
-        most = np.maximum(most, count.reshape(-1, ntypes).max(axis=0, initial=0))
+        types = np.zeros_like(frame.type) if mixed else frame.type
+        nearest = check_distances(i, j, r, where, frame.order)
+        return nearest, neighbor_counts(i, j, types, len(types), ntypes).max(axis=0, initial=0)
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # the libraries compute without Python's lock
+        for begin in range(0, len(frames), AT_ONCE):
+            some = [(s.frame(k).by_type(), f"{s.name}, frame {k}") for s, k in frames[begin : begin + AT_ONCE]]
+            for nearest, count in pool.map(look, *zip(*some, strict=True)):
+                least, most = min(least, nearest), np.maximum(most, count)
     most = reduce(most, comm, "max").astype(np.int64)
     least = float(reduce(np.array([least]), comm, "min")[0])
     return (least if np.isfinite(least) else None), most

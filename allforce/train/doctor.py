@@ -76,7 +76,6 @@ def doctor(args: Namespace) -> int:
         words = [word for word in args.argv if not word.startswith("--workers=")]
         if "--workers" in words:
             del words[(at := words.index("--workers")) : at + 2]
-        args.has_workers = True
         return run_local_workers(args.workers, [sys.executable, "-m", "allforce", *words])
     world = detect()
     device, threads = devices.setup(world)

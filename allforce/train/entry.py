@@ -50,7 +50,6 @@ def train(args: Namespace) -> int:
     if args.workers is not None and (worker_count(args.workers) > 1 or detect().size > 1):
         begun, words = time.time(), without(args.argv, "--workers", "--max-restarts")
         command = [sys.executable, "-m", "allforce", *words]
-        args.has_workers = True
         return run_local_workers(args.workers, command, args.max_restarts, lambda: resumed(args.INPUT, command, begun))
     if args.max_restarts:
         raise UserError("--max-restarts belongs to --workers; other launchers have an option of their own.")

@@ -82,8 +82,7 @@ class FlatParameters:
         one worker with two add the same two numbers.
         """
         self.passes += 1
-        weight = torch.full_like(loss, scale)
-        gradients = torch.autograd.grad(loss, self.parameters, weight, materialize_grads=True)
+        gradients = torch.autograd.grad(loss * scale, self.parameters, materialize_grads=True)
         if first:  # what a function has put into its target already stays there
             moves = [(to, g) for to, g in zip(self._gradients, gradients, strict=True) if to.data_ptr() != g.data_ptr()]
             torch._foreach_copy_([to for to, _ in moves], [g for _, g in moves])
