@@ -163,7 +163,8 @@ def _unknown_type(where: str, kind: Any, known: list[str]) -> Mistake:
     if kind is None:
         text = f"required key is missing; {allowed}"
     elif kind in unsupported.TYPES.get(re.sub(r"/list/\d+$", "", where), ()):
-        text = f"found {_show(kind)}; DeePMD-kit has this type, Allforce does not yet; {allowed}"
+        instead = f"{unsupported.INSTEAD[kind]}; " if kind in unsupported.INSTEAD else ""
+        text = f"found {_show(kind)}; DeePMD-kit has this type, Allforce does not yet; {instead}{allowed}"
     else:
         text = f"found {_show(kind)}{_did_you_mean(kind, known)}; {allowed}"
     return Mistake(f"{where}/type", text, whole=where)

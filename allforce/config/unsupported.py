@@ -80,6 +80,12 @@ TYPES: dict[str, tuple[str, ...]] = {
     "loss": ("ener_spin", "property", "population", "dens"),
 }
 
+# such a value -> what serves here instead
+INSTEAD = {
+    "LKF": "HybridMuon, too, needs several times fewer steps than Adam, without a covariance of gigabytes",
+    "AdaMuon": "HybridMuon is the nearest",
+}
+
 # key -> other values it has there
 VALUES: dict[str, tuple[str, ...]] = {"precision": ("float16", "bfloat16")}
 PREFIXES: dict[str, tuple[str, ...]] = {"batch_size": ("mix:",)}  # "mix:N", for LMDB data
