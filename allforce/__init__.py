@@ -4,14 +4,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["DeepDOS", "DeepDipole", "DeepPolar", "DeepPot", "__version__"]
+__all__ = ["DeepDOS", "DeepDipole", "DeepPolar", "DeepPot", "DeepProperty", "__version__"]
 
 if TYPE_CHECKING:
     from allforce.infer.dos import DeepDOS
     from allforce.infer.predict import DeepPot
+    from allforce.infer.property import DeepProperty
     from allforce.infer.tensor import DeepDipole, DeepPolar
 
-HOMES = {"DeepPot": "predict", "DeepDipole": "tensor", "DeepPolar": "tensor", "DeepDOS": "dos"}
+HOMES = {
+    "DeepPot": "predict",
+    "DeepDipole": "tensor",
+    "DeepPolar": "tensor",
+    "DeepDOS": "dos",
+    "DeepProperty": "property",
+}
 
 
 def __getattr__(name: str) -> Any:

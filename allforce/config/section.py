@@ -46,6 +46,10 @@ class Section(BaseModel):
         """The same for what is given per type, once the number of types is known."""
         yield from ()
 
+    def named_labels(self) -> dict[str, tuple[str, int]]:
+        """Labels whose name in the data is said here: label -> (name, numbers of a frame or an atom)."""
+        return {}
+
     @model_validator(mode="after")
     def _no_problems(self) -> Section:
         if found := list(self.problems()):

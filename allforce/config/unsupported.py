@@ -75,9 +75,9 @@ TYPES: dict[str, tuple[str, ...]] = {
         *("se_a_tpe_v2", "se_a_mask", "se_e3_tebd", "dpa2", "dpa3", "dpa4", "DPA4"),
         *("dpa4c", "SeZM"),
     ),
-    "model/fitting_net": ("property", "population", "dpa4_ener"),
+    "model/fitting_net": ("population", "dpa4_ener"),
     "optimizer": ("LKF", "AdaMuon"),
-    "loss": ("ener_spin", "property", "population", "dens"),
+    "loss": ("ener_spin", "population", "dens"),
 }
 
 # such a value -> what serves here instead

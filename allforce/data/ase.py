@@ -7,6 +7,7 @@ in which they first appear (just file, when there is one). The whole file is rea
     force    of the calculator's results, else arrays["forces"] or another of its usual names
     virial   info["virial"] or the like, else -stress·volume of the calculator's results or info["stress"] or the like
     atom_ener, fparam, aparam     the calculator's energies or arrays["atom_ener"], info["fparam"], arrays["aparam"]
+    what the model names          of the calculator's results, else info[name], of atoms arrays[name]
 
 Where the entry of `systems` names a label ({"file": "x.xyz", "energy": "E0"}), that is read and nothing else.
 """
@@ -26,7 +27,7 @@ import numpy as np
 from ase import Atoms
 from ase.stress import voigt_6_to_full_3x3_stress
 
-from allforce.data.batch import LABELS, Frame
+from allforce.data.batch import LABELS, Frame, Named
 from allforce.data.system import System, check_finite
 from allforce.errors import UserError
 
@@ -42,20 +43,21 @@ USUAL = {
 LABEL_LIKE = re.compile(r"energy|force|virial|stress", re.I)
 
 
-def read_ase(path: str, names: Mapping[str, str] | None = None) -> list[AseSystem]:
-    """The systems of a file. names: what its labels are called, for those of USUAL that need saying."""
+def read_ase(path: str, names: Mapping[str, str] | None = None, named: Named | None = None) -> list[AseSystem]:
+    """The systems of a file. names: what its labels are called, for those of USUAL that need saying; named: what the
+    model calls its own."""
     groups: dict[tuple, AseSystem] = {}
     keys: Counter[str] = Counter()  # of all frames, and how many of them have each
     used: set[str] = set()
     count = 0
     for atoms in _images(path):
         where = f"{path}, frame {count}"
-        reader = _Reader(atoms, names or {}, where)
+        reader = _Reader(atoms, names or {}, where, named or {})
         values = reader.values()
         pbc = _periodic(atoms, where)
         key = (atoms.numbers.tobytes(), pbc, *((name, v.size) for name, v in sorted(values.items())))
         if key not in groups:
-            groups[key] = AseSystem(atoms, pbc, values)
+            groups[key] = AseSystem(atoms, pbc, values, named or {})
         groups[key].add(atoms, values, where)
         keys.update((reader.of_frame | reader.of_atoms).keys() - {"numbers", "positions"})
         used |= reader.used
@@ -110,9 +112,9 @@ def _periodic(atoms: Atoms, where: str) -> bool:
 class _Reader:
     """Labels and parameters of one frame; remembers the keys that were used."""
 
-    def __init__(self, atoms: Atoms, names: Mapping[str, str], where: str):
+    def __init__(self, atoms: Atoms, names: Mapping[str, str], where: str, named: Named):
         results = {} if atoms.calc is None else {k: v for k, v in atoms.calc.results.items() if v is not None}
-        self.atoms, self.names, self.where = atoms, names, where
+        self.atoms, self.names, self.where, self.named = atoms, names, where, named
         self.of_frame, self.of_atoms = {**atoms.info, **results}, {**atoms.arrays, **results}
         self.used: set[str] = set()
 
@@ -127,14 +129,20 @@ class _Reader:
             "fparam": self.atoms.info.get("fparam"),
             "aparam": self.atoms.arrays.get("aparam"),
         }
-        values = {name: self.numbers(name, v).ravel() for name, v in found.items() if v is not None}
+        for label, (name, _) in self.named.items():
+            found[label] = self.first([name], self.of_atoms if LABELS[label][0] else self.of_frame)
+        values = {name: self.numbers(self.called(name), v).ravel() for name, v in found.items() if v is not None}
         for name, value in values.items():
             if name in LABELS:
                 per_atom, width = LABELS[name]
+                width = self.named[name][1] if name in self.named else width
                 expected = width * len(self.atoms) if per_atom else width
                 if value.size != expected:
-                    raise UserError(f"{self.where}: {name} has {value.size} numbers, expected {expected}")
+                    raise UserError(f"{self.where}: {self.called(name)} has {value.size} numbers, expected {expected}")
         return values
+
+    def called(self, label: str) -> str:
+        return self.named[label][0] if label in self.named else label
 
     def label(self, label: str, found: dict[str, Any], *last: str) -> Any:
         """The value of the key that was named, or of the label's own name, or of the first usual one in the file."""
@@ -182,12 +190,12 @@ class AseSystem(System):
     numbered = False
     keys: list[str]  # that its file has
 
-    def __init__(self, atoms: Atoms, periodic: bool, values: dict[str, np.ndarray]):
+    def __init__(self, atoms: Atoms, periodic: bool, values: dict[str, np.ndarray], named: Named):
         symbols = atoms.get_chemical_symbols()
         self.natoms = len(atoms)
         self.type_names = sorted(set(symbols), key=lambda x: ase.data.atomic_numbers[x])
         self.types = np.array([self.type_names.index(x) for x in symbols], dtype=np.int64)
-        self.periodic = periodic
+        self.periodic, self.named = periodic, named
         self.label_names = frozenset(values) & frozenset(LABELS)
         self.fparam_width = values["fparam"].size if "fparam" in values else 0
         self.aparam_width = values["aparam"].size // self.natoms if "aparam" in values else 0
@@ -204,11 +212,12 @@ class AseSystem(System):
 
     @property
     def label_hint(self) -> str:
-        return f"its frames have {', '.join(self.keys)}"
+        own = [f"{label} is {name}" for label, (name, _) in self.named.items()]
+        return "; ".join([f"its frames have {', '.join(self.keys)}", *own])
 
     def frame(self, k: int) -> Frame:
         s = self.stored[k]
-        labels = {x: s.values[x].reshape((-1, LABELS[x][1]) if LABELS[x][0] else -1) for x in self.label_names}
+        labels = {x: s.values[x].reshape((self.natoms, -1) if LABELS[x][0] else -1) for x in self.label_names}
         return Frame(
             coord=s.coord,
             type=self.model_types,

@@ -10,6 +10,7 @@ Units eV, Å, eV/Å. Cell rows are lattice vectors. Edge vector r_e = r_j - r_i 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
@@ -67,7 +68,13 @@ LABELS: dict[str, tuple[bool, int]] = {
     "atom_weight": (True, 1),
     "dos": (False, 0),
     "atom_dos": (True, 0),
+    "property": (False, 0),
+    "atom_property": (True, 0),
 }
+# labels that have no name of their own in the data: a model that needs them says it, label -> (name, width)
+NAMED_BY_MODEL = ("property", "atom_property")
+Named = Mapping[str, tuple[str, int]]
+NO_LABELS = ("coord", "box", "fparam", "aparam", "numb_copy", "real_atom_types")  # what else data have
 
 
 @dataclass

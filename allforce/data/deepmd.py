@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Collection
 from itertools import combinations
 from typing import Any, Protocol
 
@@ -21,7 +22,7 @@ import h5py
 import numpy as np
 
 from allforce.data.arrays import DiskArray, H5Array, check_bytes, h5_file, open_npy
-from allforce.data.batch import LABELS, Frame
+from allforce.data.batch import LABELS, NAMED_BY_MODEL, NO_LABELS, Frame, Named
 from allforce.data.system import System, check_finite
 from allforce.errors import UserError
 
@@ -37,7 +38,7 @@ class Tree(Protocol):
     def words(self, name: str) -> list[str] | None: ...  # of type.raw, type_map.raw; None when absent
     def has(self, name: str) -> bool: ...
     def sets(self) -> list[str]: ...  # sorted names of set.*
-    def arrays(self, set_name: str) -> dict[str, DiskArray]: ...  # file name without .npy -> array
+    def arrays(self, set_name: str, used: Collection[str]) -> dict[str, DiskArray]: ...  # name without .npy -> array
 
 
 class Folder:
@@ -67,14 +68,14 @@ class Folder:
     def sets(self) -> list[str]:
         return sorted(x for x in self.entries if x.startswith("set."))
 
-    def arrays(self, set_name: str) -> dict[str, DiskArray]:
+    def arrays(self, set_name: str, used: Collection[str]) -> dict[str, DiskArray]:
         path = os.path.join(self.name, set_name)
         try:
             files = os.listdir(path)
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error.strerror})") from None
         return {
-            f[:-4]: open_npy(os.path.join(path, f)) for f in files if f.endswith(".npy") and _canonical(f[:-4]) in USED
+            f[:-4]: open_npy(os.path.join(path, f)) for f in files if f.endswith(".npy") and _canonical(f[:-4]) in used
         }
 
 
@@ -113,18 +114,18 @@ class Group:
     def sets(self) -> list[str]:
         return sorted(x for x in self._here() if x.startswith("set."))
 
-    def arrays(self, set_name: str) -> dict[str, DiskArray]:
+    def arrays(self, set_name: str, used: Collection[str]) -> dict[str, DiskArray]:
         group = self._item(set_name)
         if not isinstance(group, h5py.Group):
             raise UserError(f"{self.file}#{self.below}/{set_name}: expected a group with the frames, found {group}")
-        names = [n for n in group if n.endswith(".npy") and _canonical(n[:-4]) in USED]
-        used = {n: self._item(f"{set_name}/{n}") for n in names}
-        for n, d in used.items():
+        names = [n for n in group if n.endswith(".npy") and _canonical(n[:-4]) in used]
+        found = {n: self._item(f"{set_name}/{n}") for n in names}
+        for n, d in found.items():
             if not isinstance(d, h5py.Dataset) or d.dtype.kind not in "fiub" or d.shape is None:
                 raise UserError(
                     f"{self.file}#{self.below}/{set_name}/{n}: expected a dataset of real numbers, found {d}"
                 )
-        return {n[:-4]: H5Array(self.file, f"{self.below}/{set_name}/{n}", d.shape) for n, d in used.items()}
+        return {n[:-4]: H5Array(self.file, f"{self.below}/{set_name}/{n}", d.shape) for n, d in found.items()}
 
 
 def _canonical(name: str) -> str:
@@ -133,14 +134,15 @@ def _canonical(name: str) -> str:
 
 
 OF_SELECTED = ("atom_dipole", "atom_polarizability", "atom_weight")  # may have rows of some types' atoms only
-USED = {"coord", "box", "fparam", "aparam", "numb_copy", "real_atom_types", *LABELS}
+USED = {*NO_LABELS, *LABELS} - {*NAMED_BY_MODEL}
 
 
 class DeepmdSystem(System):
     """One system of this layout. Only headers are read when it is opened."""
 
-    def __init__(self, tree: Tree):
+    def __init__(self, tree: Tree, named: Named | None = None):
         self.name = tree.name
+        self.named = {label: (_canonical(name), width) for label, (name, width) in (named or {}).items()}
         self.types = self._types(tree)
         self.natoms = len(self.types)
         self.type_names = tree.words("type_map.raw")
@@ -150,7 +152,10 @@ class DeepmdSystem(System):
         names = tree.sets()
         if not names:
             raise UserError(f"{self.name}: has no directory set.000, set.001, … with the frames")
-        self.sets = [Set(f"{self.name}/{n}", tree.arrays(n), self.natoms, self.periodic) for n in names]
+        used = USED | {name for name, _ in self.named.values()}
+        self.sets = [
+            Set(f"{self.name}/{n}", tree.arrays(n, used), self.natoms, self.periodic, self.named) for n in names
+        ]
         self._agree(names)
         self.starts = np.cumsum([0] + [s.nframes for s in self.sets])  # (sets + 1,)
         self.nframes = int(self.starts[-1])
@@ -174,7 +179,7 @@ class DeepmdSystem(System):
         first = self.sets[0]
         for name, s in zip(names, self.sets, strict=True):
             if s.kinds != first.kinds:
-                differ = ", ".join(sorted(f"{n}.npy" for n in s.kinds.keys() ^ first.kinds.keys()))
+                differ = ", ".join(sorted(self._file(n) for n in s.kinds.keys() ^ first.kinds.keys()))
                 what = f"only one of them has {differ}" if differ else f"widths {s.kinds} and {first.kinds}"
                 raise UserError(
                     f"{self.name}: {names[0]} and {name} do not have the same files: {what}. "
@@ -185,6 +190,9 @@ class DeepmdSystem(System):
         self.fparam_width = first.kinds.get("fparam", 0)
         self.aparam_width = first.kinds.get("aparam", 0) // self.natoms
 
+    def _file(self, name: str) -> str:
+        return f"{self.named[name][0] if name in self.named else name}.npy"
+
     def paths(self) -> list[str]:
         return sorted({array.path for s in self.sets for array in s.arrays.values()})
 
@@ -194,7 +202,7 @@ class DeepmdSystem(System):
 
         def read(name: str) -> np.ndarray:
             value = s.row(name, k_set)
-            return check_finite(np.array(value, dtype=np.float64), s.name, f"{name}.npy", k_set).ravel()
+            return check_finite(np.array(value, dtype=np.float64), s.name, self._file(name), k_set).ravel()
 
         if self.mixed:
             real = s.row("real_atom_types", k_set).ravel()
@@ -251,10 +259,12 @@ class DeepmdSystem(System):
 class Set:
     """The arrays of one set directory, with their widths checked."""
 
-    def __init__(self, name: str, arrays: dict[str, DiskArray], natoms: int, periodic: bool):
+    def __init__(self, name: str, arrays: dict[str, DiskArray], natoms: int, periodic: bool, named: Named):
         self.name = name
         for spelled in [x for x in arrays if x.startswith("atomic_")]:
             arrays.setdefault(_canonical(spelled), arrays.pop(spelled))
+        own = {label: arrays[file] for label, (file, _) in named.items() if file in arrays}
+        arrays = {x: array for x, array in arrays.items() if x in USED} | own
         if "coord" not in arrays:
             raise UserError(f"{name}: coord.npy is missing")
         if periodic and "box" not in arrays:
@@ -268,7 +278,7 @@ class Set:
         rows = 1 if len(coord.shape) <= 1 else coord.shape[0]
         self.arrays, self.rows = arrays, rows
         names = sorted(arrays, key=lambda x: (x != "coord", x))  # the others' complaints would follow from coord's
-        self.kinds = {x: _width(x, arrays[x], rows, natoms) for x in names}  # name -> numbers of a frame
+        self.kinds = {x: _width(x, arrays[x], rows, natoms, named) for x in names}  # name -> numbers of a frame
         self.copies = self._copies(rows)
         self.nframes = rows if self.copies is None else len(self.copies)
 
@@ -293,13 +303,15 @@ class Set:
         return array.read().reshape(self.rows, self.kinds[name])[k]
 
 
-def _width(name: str, array: DiskArray, rows: int, natoms: int) -> int:
+def _width(name: str, array: DiskArray, rows: int, natoms: int, named: Named) -> int:
     """Numbers of a frame in an array of `rows` frames. As in DeePMD-kit's loader the axes of coord.npy count, and all
     other arrays may have any axes that reshape to (rows, width): (1, 5400) is 100 frames of 54 atoms.
     """
     shape, size = array.shape, math.prod(array.shape)
     width = math.prod(shape[1:]) if shape[:1] == (rows,) else size // max(rows, 1)
-    per_atom, each = LABELS.get(name, (False, 0))
+    per_atom, each = LABELS.get(name, (name == "aparam", 0))
+    each = named[name][1] if name in named else each
+    any_width = width if not per_atom or (width % natoms == 0 and width > 0) else natoms
     allowed = {
         "coord": [3 * natoms],
         "box": [9],
@@ -307,14 +319,12 @@ def _width(name: str, array: DiskArray, rows: int, natoms: int) -> int:
         "real_atom_types": [natoms],
         "atom_pref": [natoms, 3 * natoms],
         **{x: [width if 0 < width < each * natoms and width % each == 0 else each * natoms] for x in OF_SELECTED},
-        "fparam": [width],
-        "aparam": [width if width % natoms == 0 and width > 0 else natoms],
-        "dos": [width],
-        "atom_dos": [width if width % natoms == 0 and width > 0 else natoms],
-    }.get(name, [each * natoms if per_atom else each])
+    }.get(name, [(each * natoms if per_atom else each) or any_width])
     if size != rows * width or width not in allowed:
         expected = " or ".join(f"({rows}, {w})" for w in allowed)
         note = f"{rows} frames as in coord.npy"
+        if name in named:
+            note += f", and {each} numbers for each {'atom' if per_atom else 'frame'} as the model has it"
         if name == "coord":
             note = f"coord.npy has {width / 3:g} atoms in a frame, type.raw has {natoms}. Mend the one that is wrong"
         raise UserError(f"{array.where}: has shape {shape}, expected {expected}: {note}")

@@ -20,6 +20,7 @@ import h5py
 
 from allforce.config.mimic import MimicSystem as MimicEntry
 from allforce.data.arrays import h5_file
+from allforce.data.batch import Named
 from allforce.data.deepmd import DeepmdSystem, Folder, Group
 from allforce.data.mimic import MimicFiles, MimicSystem, mimic_files
 from allforce.data.system import Part, System, adopt_type_map
@@ -39,10 +40,11 @@ def open_systems(
     rglob_patterns: list[str] | None = None,
     rank: int = 0,
     size: int = 1,
+    named: Named | None = None,
 ) -> list[System]:
     """All systems that the entries name, types numbered by type_map, or, when None, by what the data itself says.
 
-    With size > 1 (sharding "partition") only the share of this rank is opened.
+    With size > 1 (sharding "partition") only the share of this rank is opened. named: labels that the model names.
     """
     places = find_systems(entries, rglob_patterns)
     if size > 1:
@@ -54,7 +56,7 @@ def open_systems(
                 "Use at most as many workers as systems, or sharding 'global'"
             )
         places = partition(places, rank, size)
-    systems = [system for place in places for system in open_place(place)]
+    systems = [system for place in places for system in open_place(place, named)]
     type_map = type_map or adopt_type_map(systems)
     for system in systems:
         system.use_type_map(type_map)
@@ -78,14 +80,14 @@ def below(folder: Path, entries: Entry | Sequence[Entry]) -> list[Entry]:
     return [moved(entry) for entry in ([entries] if isinstance(entries, (str, dict, MimicEntry)) else entries)]
 
 
-def open_place(place: Place) -> list[System]:
+def open_place(place: Place, named: Named | None = None) -> list[System]:
     """The system(s) at one place of find_systems."""
     if isinstance(place, MimicFiles):
         return [MimicSystem(place)]
     path, names = path_and_names(place)
     if frames := frame_range(path):
         base = path[: frames.start()]
-        return [_part(s, frames) for s in open_place({"file": base, **names} if names else base)]
+        return [_part(s, frames) for s in open_place({"file": base, **names} if names else base, named)]
     file, _, group = path.partition("#")
     is_hdf5 = not os.path.isdir(path) and h5py.is_hdf5(file)
     if names and (is_hdf5 or os.path.isdir(path)):
@@ -94,14 +96,14 @@ def open_place(place: Place) -> list[System]:
             "said of files that ASE reads only. Rename the arrays, or leave the names out"
         )
     if os.path.isdir(path):
-        return [DeepmdSystem(Folder(path))]
+        return [DeepmdSystem(Folder(path), named)]
     if is_hdf5:
-        return [DeepmdSystem(Group(file, group or "/"))]
+        return [DeepmdSystem(Group(file, group or "/"), named)]
     if path.endswith(".yml") and not names:
         return list(read_tfrecord(path))
     from allforce.data.ase import read_ase  # ASE's readers are slow to import
 
-    return list(read_ase(path, names))
+    return list(read_ase(path, names, named))
 
 
 def path_and_names(entry: str | dict[str, str]) -> tuple[str, dict[str, str]]:

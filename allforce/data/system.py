@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from types import MappingProxyType
 
 import numpy as np
 
-from allforce.data.batch import Frame
+from allforce.data.batch import Frame, Named
 from allforce.errors import UserError
 
 
@@ -29,6 +30,7 @@ class System(ABC):
     label_names: frozenset[str]  # names of batch.LABELS that every frame has
     fparam_width: int = 0  # 0 when it has none
     aparam_width: int = 0
+    named: Named = MappingProxyType({})  # labels whose name in the data the model says
 
     type_map: list[str]  # of the model, since use_type_map
     model_types: np.ndarray  # (natoms,) int64 types as the model numbers them; not when mixed
@@ -45,7 +47,8 @@ class System(ABC):
     @property
     def label_hint(self) -> str:
         """Where its labels would be, for a message that they are missing."""
-        return "labels are energy.npy, force.npy, …"
+        own = [f"{label} is {name}.npy" for label, (name, _) in self.named.items()]
+        return "; ".join(["labels are energy.npy, force.npy, …", *own])
 
     def paths(self) -> list[str]:
         """The files its frames are read from when they are asked for."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from allforce.config.load import load_input
+from allforce.data.batch import Named
 from allforce.data.discover import below, open_systems
 from allforce.data.system import System
 from allforce.errors import UserError
@@ -16,15 +17,16 @@ def select_systems(
     datafile: str | None = None,
     train_data: str | None = None,
     valid_data: str | None = None,
+    named: Named | None = None,
 ) -> list[System]:
-    """The systems of the first that is given; of the current directory when none is."""
+    """The systems of the first that is given; of the current directory when none is. named: see open_systems."""
     if datafile is not None:
-        return open_systems(_listed(Path(datafile)), type_map)
+        return open_systems(_listed(Path(datafile)), type_map, named=named)
     if train_data is not None:
-        return _of_input(Path(train_data), "training_data", type_map)
+        return _of_input(Path(train_data), "training_data", type_map, named)
     if valid_data is not None:
-        return _of_input(Path(valid_data), "validation_data", type_map)
-    return open_systems(system or ".", type_map)
+        return _of_input(Path(valid_data), "validation_data", type_map, named)
+    return open_systems(system or ".", type_map, named=named)
 
 
 def _listed(path: Path) -> list[str]:
@@ -38,9 +40,9 @@ def _listed(path: Path) -> list[str]:
     return [line for line in lines if line]
 
 
-def _of_input(path: Path, section: str, type_map: list[str] | None) -> list[System]:
+def _of_input(path: Path, section: str, type_map: list[str] | None, named: Named | None) -> list[System]:
     """Relative paths count from the directory of the input file."""
     data = getattr(load_input(path).training, section)
     if data is None:
         raise UserError(f"{path}: has no training/{section}.")
-    return open_systems(below(path.parent, data.systems), type_map, data.rglob_patterns)
+    return open_systems(below(path.parent, data.systems), type_map, data.rglob_patterns, named=named)

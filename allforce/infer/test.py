@@ -40,11 +40,16 @@ METRICS = {
     "dos": ("DOS MAE", "DOS RMSE", "Occupation/eV"),
     "dos_peratom": ("DOS MAE/Natoms", "DOS RMSE/Natoms", "Occupation/eV"),
     "atom_dos": ("Atomic DOS MAE", "Atomic DOS RMSE", "Occupation/eV"),
+    "property": ("PROPERTY MAE", "PROPERTY RMSE", "units"),
+    "atom_property": ("Atomic PROPERTY MAE", "Atomic PROPERTY RMSE", "units"),
     "dipole": ("Dipole MAE", "Dipole RMSE", "e·Å"),
     "dipole_norm": ("Dipole length MAE", "Dipole length RMSE", "e·Å"),
 }
-WANTED = (*DEFAULT, "atomic energy", "dipole", "dipole norm", "dos", "atomic dos")
-NOT_AVERAGED = ("atom_energy",)
+WANTED = (
+    *(*DEFAULT, "atomic energy", "dipole", "dipole norm", "dos", "atomic dos"),
+    *("property", "atomic property"),
+)
+NOT_AVERAGED = ("atom_energy", "atom_property")
 
 
 def run_test(
@@ -63,7 +68,8 @@ def run_test(
     dp = AnyModel(model)
     detail_file = detail_file if dp.workers.rank == 0 else None
     tensor = tensor_test(dp.model, detail_file)
-    systems = select_systems(dp.get_type_map(), system, datafile, train_data, valid_data)
+    named = named_labels(dp, atomic)
+    systems = select_systems(dp.get_type_map(), system, datafile, train_data, valid_data, named)
     rng = np.random.default_rng(rand_seed)
     details = None if detail_file is None or tensor is not None else Details(detail_file)
     show, own = (log_errors, NOT_AVERAGED) if tensor is None else (tensor.log, tensor.not_averaged)
@@ -90,6 +96,13 @@ def run_test(
     return total
 
 
+def named_labels(dp: Evaluator, atomic: bool) -> dict[str, tuple[str, int]]:
+    """Labels that the model names; with `atomic` also those of atoms, which begin with atom_."""
+    named = dp.model.config.named_labels()
+    of_atoms = {f"atom_{label}": (f"atom_{name}", width) for label, (name, width) in named.items()}
+    return named | of_atoms if atomic else named
+
+
 def chosen_frames(system: System, numb_test: int, rng: np.random.Generator | None) -> np.ndarray:
     """The first numb_test frames (0: all), after shuffling when there is a generator."""
     frames = np.arange(system.nframes) if rng is None else rng.permutation(system.nframes)
@@ -99,9 +112,14 @@ def chosen_frames(system: System, numb_test: int, rng: np.random.Generator | Non
 def test_system(
     dp: Evaluator, system: System, frames: np.ndarray, atomic: bool = False, details: Details | None = None
 ) -> dict[str, Errors]:
-    needed = "atom_dos" if "dos" in dp.model.outputs else "atom_ener"
-    if atomic and needed not in system.label_names:
-        raise UserError(f"{system.name}: has no {needed}.npy, which --atomic needs. Leave out -a or add the labels.")
+    files = {label: name for label, (name, _) in named_labels(dp, atomic).items()}
+    if atomic and not files:
+        usual = "atom_dos" if "dos" in dp.model.outputs else "atom_ener"
+        files = {usual: usual}
+    for label, file in files.items():
+        if label not in system.label_names:
+            why = "which --atomic needs. Leave out -a or" if label.startswith("atom_") else "what the model predicts:"
+            raise UserError(f"{system.name}: has no {file}.npy, {why} add the labels.")
     errors: dict[str, Errors] = {}
     for pairs in _chunks(dp, system, frames):
         for frame, result in pairs:
@@ -153,6 +171,10 @@ def differences(frame: Frame, result: Result, atomic: bool) -> Iterator[tuple[st
         yield "dos_peratom", d / n, None
     if atomic and "atom_dos" in labels and "atomic dos" in result:
         yield "atom_dos", (result["atomic dos"] - labels["atom_dos"])[real], None
+    if "property" in labels and "property" in result:
+        yield "property", result["property"] - labels["property"].ravel(), None
+    if atomic and "atom_property" in labels and "atomic property" in result:
+        yield "atom_property", (result["atomic property"] - labels["atom_property"])[real], None
     if atomic and "atom_ener" in labels and "atomic energy" in result:
         yield "atom_energy", (result["atomic energy"] - labels["atom_ener"].ravel())[real], None
 
@@ -169,7 +191,8 @@ def log_errors(errors: dict[str, Errors]) -> None:
 
 
 class Details:
-    """The files PREFIX.e.out, .e_peratom.out, .f.out, .v.out, .v_peratom.out, .s.out; .dipole.out; .dos.out.
+    """The files PREFIX.e.out, .e_peratom.out, .f.out, .v.out, .v_peratom.out, .s.out; .dipole.out; .dos.out;
+    .property.out.
 
     Labels, then predictions. A label that the data does not have is written as nan. The header names the first system;
     rows of later ones follow.
@@ -185,9 +208,10 @@ class Details:
         if "dipole" in pairs[0][1]:
             d = np.array([np.concatenate([_label(f, "dipole", 3), r["dipole"]]) for f, r in pairs])
             self._save("dipole", " ".join(f"{which}_d{x}" for which in ("data", "pred") for x in "xyz"), d)
-        if "dos" in pairs[0][1]:  # a line for each energy of the grid
-            columns = [np.stack([_label(f, "dos", r["dos"].size), r["dos"].ravel()], 1) for f, r in pairs]
-            self._save("dos", "data_dos pred_dos", np.concatenate(columns))
+        for kind in ("dos", "property"):
+            if kind in pairs[0][1]:  # a line for each number: of the grid of energies, of the property
+                columns = [np.stack([_label(f, kind, r[kind].size), r[kind].ravel()], 1) for f, r in pairs]
+                self._save(kind, f"data_{kind} pred_{kind}", np.concatenate(columns))
         if "energy" in pairs[0][1]:
             self._potential(pairs, periodic)
 

@@ -6,6 +6,7 @@ from allforce.losses.dos import DosLoss
 from allforce.losses.ener import EnerLoss
 from allforce.losses.loss import Loss
 from allforce.losses.pinn import PinnDipoleLoss, PinnLoss
+from allforce.losses.property import PropertyLoss
 from allforce.losses.tensor import TensorLoss
 
 LOSSES: dict[str, type[Loss]] = {
@@ -14,4 +15,5 @@ LOSSES: dict[str, type[Loss]] = {
     "pinn_dipole": PinnDipoleLoss,
     "tensor": TensorLoss,
     "dos": DosLoss,
+    "property": PropertyLoss,
 }

@@ -17,7 +17,7 @@ from torch import Tensor
 from allforce.config.section import Section
 from allforce.data.batch import Batch
 
-Term = tuple[Tensor, Tensor]  # what is minimised, and the mean square (or, for a mean error, the mean) that is shown
+Term = tuple[Tensor, Tensor]  # what is minimised, and what is shown: the mean square of "rmse…", else the figure
 
 
 class Loss:
@@ -80,4 +80,4 @@ class Loss:
         n = len(self.names)
         totals = sums.tolist()
         means = [v / w if w > 0 else nan for v, w in zip(totals[:n], totals[n:], strict=True)]
-        return {name: m if name.startswith("mae") else sqrt(m) for name, m in zip(self.names, means, strict=True)}
+        return {name: sqrt(m) if name.startswith("rmse") else m for name, m in zip(self.names, means, strict=True)}

@@ -57,13 +57,6 @@ class EnerConfig(NetConfig):
         yield from per_type("atom_ener", self.atom_ener, ntypes)
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        layers = len(self.neuron) + 1
-        if isinstance(self.trainable, list) and len(self.trainable) != layers:
-            yield (
-                "trainable",
-                f"has {len(self.trainable)} entries; expected {layers}, one for each layer of neuron and one for the "
-                f"output layer",
-            )
         yield from super().problems()
         if self.use_aparam_as_mask and self.numb_aparam == 0:
             yield "use_aparam_as_mask", "is true, but numb_aparam is 0"

@@ -63,6 +63,14 @@ class Fitting(nn.Module):
     def to_tree(self, type_map: list[str]) -> dict[str, Any]:
         return part_tree("Fitting", self, type_map)
 
+    def out_statistics(self) -> tuple[np.ndarray, np.ndarray]:
+        """(nt, out_width) each: what is added to the output of the nets, and before that their factor, which
+        DeePMD-kit keeps beside the fitting. A fitting that holds its bias itself has 0 and 1 here."""
+        return np.zeros((self.ntypes, self.out_width)), np.ones((self.ntypes, self.out_width))
+
+    def load_out_std(self, out_std: Any, source: str) -> None:
+        """The factor, before `load_tree` or `load_pt`. Only a property has a use for it."""
+
     @classmethod
     def section_from_tree(cls, tree: dict[str, Any], source: str) -> dict[str, Any]:
         return {k: v for k, v in tree.items() if k in cls.Config.model_fields}

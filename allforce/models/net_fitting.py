@@ -54,6 +54,13 @@ class NetConfig(Section):
     seed: Seed = key(None, SEED_HELP, free=True)
 
     def problems(self) -> Iterator[tuple[str, str]]:
+        flags, layers = getattr(self, "trainable", True), len(self.neuron) + 1
+        if isinstance(flags, list) and len(flags) != layers:
+            yield (
+                "trainable",
+                f"has {len(flags)} entries; expected {layers}, one for each layer of neuron and one for the output "
+                f"layer",
+            )
         if self.default_fparam is not None and len(self.default_fparam) != self.numb_fparam:
             yield "default_fparam", f"has {len(self.default_fparam)} numbers, but numb_fparam is {self.numb_fparam}"
 

@@ -28,6 +28,7 @@ from allforce.models.hybrid import Hybrid
 from allforce.models.model import CountNeighbors
 from allforce.models.polar import PolarFitting
 from allforce.models.potential import Potential
+from allforce.models.property import PropertyFitting
 from allforce.models.serial import part_named
 from allforce.models.table import TableConfig
 
@@ -37,6 +38,7 @@ FITTINGS: dict[str, type[Fitting]] = {
     "dipole": DipoleFitting,
     "polar": PolarFitting,
     "dos": DosFitting,
+    "property": PropertyFitting,
 }
 
 if TYPE_CHECKING:
@@ -72,6 +74,9 @@ class StandardConfig(Section):
         'Energy bias given by hand, {"energy": [value or null for each type]}, in eV; null: from the data.',
         free=True,
     )
+
+    def named_labels(self) -> dict[str, tuple[str, int]]:
+        return self.fitting_net.named_labels()
 
     def problems(self) -> Iterator[tuple[str, str]]:
         names = self.type_map or []
@@ -142,6 +147,8 @@ class StandardModel(Potential):
         return lines
 
     def change_bias(self, sample: Sample, mode: str = "change") -> list[str]:
+        if "energy" not in self.outputs:
+            raise UserError(f"A fitting of type {self.fitting.config.type!r} has no energy bias to change.")
         rows = []
         for batch in sample.batches():
             if "energy" in batch.labels:
@@ -213,9 +220,8 @@ class StandardModel(Potential):
     # ---- in files
 
     def to_tree(self) -> dict[str, Any]:
-        """bias_τ goes to the fitting, with out_bias = 0 and out_std = 1."""
-        nt, config = len(self.type_map), self.config
-        width = self.fitting.out_width
+        """bias_τ goes to the fitting, with out_bias = 0 and out_std = 1, unless the fitting says otherwise."""
+        config, (out_bias, out_std) = self.config, self.fitting.out_statistics()
         return {
             "@class": "Model",
             "type": "standard",
@@ -227,7 +233,7 @@ class StandardModel(Potential):
             "pair_exclude_types": [list(pair) for pair in config.pair_exclude_types],
             "rcond": getattr(config.fitting_net, "rcond", None),
             "preset_out_bias": config.preset_out_bias,
-            "@variables": {"out_bias": np.zeros((1, nt, width)), "out_std": np.ones((1, nt, width))},
+            "@variables": {"out_bias": out_bias[None], "out_std": out_std[None]},
         }
 
     def caveats(self) -> list[str]:
@@ -273,6 +279,7 @@ class StandardModel(Potential):
                 "Only out_std = 1 can be read, because the backends disagree on its meaning."
             )
         self.descriptor.load_tree(tree["descriptor"], source)
+        self.fitting.load_out_std(out_std, source)
         self.fitting.load_tree(tree["fitting"], out.get("out_bias"), source)
 
     @classmethod
@@ -293,10 +300,11 @@ class StandardModel(Potential):
         return section
 
     def load_pt(self, state: dict[str, Tensor], source: str) -> None:
-        out_bias = state.get("atomic_model.out_bias")
         self.descriptor.load_pt(state, "atomic_model.descriptor", source)
-        out = None if out_bias is None else out_bias.detach().cpu().numpy()
-        self.fitting.load_pt(state, "atomic_model.fitting_net", out, source)
+        found = (state.get(f"atomic_model.{name}") for name in ("out_bias", "out_std"))
+        out_bias, out_std = (None if x is None else x.detach().cpu().numpy() for x in found)
+        self.fitting.load_out_std(out_std, source)
+        self.fitting.load_pt(state, "atomic_model.fitting_net", out_bias, source)
         distance = state.get("min_nbor_dist")
         self.min_nbor_dist = None if distance is None or float(distance) <= 0.0 else float(distance)
 

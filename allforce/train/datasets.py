@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import socket
+from typing import Any
 
 import numpy as np
 
 from allforce.config.schema import DataConfig, Input
+from allforce.data.batch import Named
 from allforce.data.cache import Cache, memory_of_host
 from allforce.data.dataset import DataSet
 from allforce.data.discover import open_systems
@@ -23,9 +25,12 @@ Given = tuple[list[System], list[System] | None]  # training and validation syst
 
 
 def open_data(
-    settings: Input, source: Source | None, comm: Comm, given: Given | None = None
+    settings: Input, source: Source | None, comm: Comm, given: Given | None = None, section: Any = None
 ) -> tuple[DataSet, DataSet | None]:
-    """Training and validation data; workers that see different data stop."""
+    """Training and validation data; workers that see different data stop.
+
+    section: the model's, where it is not that of the settings.
+    """
     config, type_map = settings.training, settings.model.type_map
     if source is not None:
         if type_map is not None and type_map != source.config.type_map:
@@ -37,10 +42,11 @@ def open_data(
     if given is not None:
         return _given(given, settings, type_map, comm)
     share = (comm.rank, comm.size) if config.sharding == "partition" else (0, 1)
-    training = _open(config.training_data, type_map, "training", *share)
+    named = (section or settings.model).named_labels()
+    training = _open(config.training_data, type_map, "training", named, *share)
     validation = None
     if config.validation_data is not None:
-        validation = _open(config.validation_data, training.type_map, "validation")
+        validation = _open(config.validation_data, training.type_map, "validation", named)
     if config.sharding != "partition":
         agree(comm, "the training data", fingerprint(training))
     if validation is not None:
@@ -68,8 +74,10 @@ def _adopt(systems: list[System], config: DataConfig, type_map: list[str] | None
     return DataSet(systems, config.batch_size, config.auto_prob, config.sys_probs, name)
 
 
-def _open(config: DataConfig, type_map: list[str] | None, name: str, rank: int = 0, size: int = 1) -> DataSet:
-    systems = open_systems(config.systems, type_map, config.rglob_patterns, rank, size)
+def _open(
+    config: DataConfig, type_map: list[str] | None, name: str, named: Named, rank: int = 0, size: int = 1
+) -> DataSet:
+    systems = open_systems(config.systems, type_map, config.rglob_patterns, rank, size, named)
     batch_size, sys_probs = config.batch_size, config.sys_probs
     if size > 1:
         if ";" in config.auto_prob:

@@ -99,7 +99,8 @@ def prepare(settings: Input, comm: Comm, options: Options, device: torch.device,
     size = settings.training.spatial_workers
     mesh = None if size == "auto" else Mesh(comm, size)
     source = read_source(options, comm)
-    training, validation = open_data(settings, source, comm, data)
+    chosen = source.config if options.use_pretrain_script and source is not None else settings.model
+    training, validation = open_data(settings, source, comm, data, chosen)
     split = settings.training.sharding != "partition"
     section, nearest = complete_model(settings.model, training, options, source, comm, split)
     settings = settings.model_copy(update={"model": section})
@@ -159,7 +160,7 @@ def check_labels(training: DataSet, loss: Loss, comm: Comm, split: bool) -> None
         names = [name for r in reports for name in r[2]][:NAMED]
         more = f" and {count - len(names)} more" if count > len(names) else ""
         log.warning(
-            f"{count} of {total} training systems have no label (energy.npy, force.npy, …) that the loss uses, "
+            f"{count} of {total} training systems have no label that the loss uses, "
             f"nothing is learned from them: {', '.join(names)}{more}"
         )
 

@@ -8,7 +8,7 @@ import torch
 from ase import Atoms
 from tiny import BOX, dp, rows, write_data, write_input
 
-from allforce import DeepDipole, DeepDOS, DeepPolar, logs
+from allforce import DeepDipole, DeepDOS, DeepPolar, DeepProperty, logs
 from allforce.cli import main
 from allforce.files import checkpoint
 from allforce.infer.ase import DP
@@ -189,6 +189,98 @@ def test_density_of_states_from_training_to_prediction(descriptor, folder, capsy
     np.testing.assert_allclose(np.loadtxt("detail.dos.out")[:, 1], total.ravel(), rtol=0, atol=1e-9)
     write_input(folder, model__fitting_net=fitting | {"numb_dos": 9}, loss=loss)
     assert main(["train", "input.json"]) == 2 and "numb_dos is 9" in capsys.readouterr().err
+
+
+PROPERTY = {"type": "property", "property_name": "crowd", "task_dim": 2, "neuron": [12, 12], "seed": 1}
+
+
+def add_property(folder, intensive: bool) -> None:
+    """Made-up crowd.npy: how near the neighbours are and the square of that, by type; a sum over atoms or a mean."""
+    for system in ("small", "large", "held"):
+        types = np.loadtxt(folder / system / "type.raw", dtype=int)
+        x = np.load(folder / system / "set.000" / "coord.npy").reshape(-1, len(types), 3)
+        d = x[:, None, :, :] - x[:, :, None, :]
+        d -= BOX * np.round(d / BOX)
+        near = (np.exp(-(d**2).sum(-1) / 9.0).sum(2) - 1.0) * (1.0 + types)
+        of_atoms = np.stack([5.0 + near, 3.0 * near**2], axis=-1)  # (frames, atoms, 2)
+        np.save(folder / system / "set.000" / "atom_crowd.npy", of_atoms.reshape(len(x), -1))
+        np.save(folder / system / "set.000" / "crowd.npy", of_atoms.mean(1) if intensive else of_atoms.sum(1))
+
+
+@pytest.mark.parametrize("intensive", [False, True])
+def test_property_from_training_to_prediction(intensive, folder, capsys):
+    add_property(folder, intensive)
+    fitting, loss = PROPERTY | {"intensive": intensive}, {"type": "property", "metric": ["mae", "rmse"]}
+    steps = {"training__numb_steps": 400, "training__disp_freq": 100, "training__save_freq": 200}
+    steps |= {"learning_rate__start_lr": 0.02, "learning_rate__stop_lr": 2e-3, "learning_rate__decay_steps": 20}
+    train(folder, model__descriptor=PAIRS, model__fitting_net=fitting, loss=loss, **steps)
+    header = (folder / "lcurve.out").read_text().split()
+    assert "mae_property_val" in header and "rmse_property_trn" in header
+    assert np.isfinite([[float(x) for x in row.split()] for row in rows(folder)]).all()
+    whole = final(folder, 400)
+    assert main(["train", "input.json", "--restart", "model.ckpt-200.safetensors"]) == 0
+    assert all(torch.equal(whole[k], x) for k, x in final(folder, 400).items())
+    for target in ("m.dp", "m.yaml"):
+        assert main(["freeze", "-o", target]) == 0
+    capsys.readouterr()
+    assert main(["test", "-m", "m.dp", "-s", "held", "-a", "-d", "detail"]) == 0
+    log = capsys.readouterr().err
+    model = DeepProperty("m.dp")
+    assert (model.task_dim, model.get_intensive(), model.get_var_name()) == (2, intensive, "crowd")
+    x, y = (np.load(f"large/set.000/{name}.npy") for name in ("coord", "crowd"))
+    cell = np.tile(np.eye(3).ravel() * BOX, (len(x), 1))
+    (found,) = model.eval(x, cell, [0, 1, 0, 0, 1, 0, 1, 0])
+    assert (np.sqrt(((found - y) ** 2).mean(0)) < 0.5 * y.std(0)).all()  # the constants alone leave the deviation
+    x, types = np.load("held/set.000/coord.npy"), [0, 0, 1, 1, 1, 0]
+    cell = np.tile(np.eye(3).ravel() * BOX, (6, 1))
+    total, atomic = model.eval(x, cell, types, atomic=True)
+    assert total.shape == (6, 2) and atomic.shape == (6, 6, 2) and len(model.eval(x, cell, types)) == 1
+    np.testing.assert_allclose(atomic.mean(1) if intensive else atomic.sum(1), total, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(DeepProperty("m.yaml").eval(x, cell, types)[0], total, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(np.loadtxt("detail.property.out")[:, 1], total.ravel(), rtol=0, atol=1e-9)
+    for name, label, found in (("PROPERTY", "crowd", total), ("Atomic PROPERTY", "atom_crowd", atomic)):
+        error = found.reshape(6, -1) - np.load(f"held/set.000/{label}.npy")
+        mae, rmse = (float(re.search(rf"  {name} {x} *: (\S+) units", log)[1]) for x in ("MAE", "RMSE"))
+        assert mae == pytest.approx(abs(error).mean(), rel=1e-5)
+        assert rmse == pytest.approx(np.sqrt((error**2).mean()), rel=1e-5)
+
+
+def test_property_on_two_workers_is_one_with_two_micro_batches(folder):
+    add_property(folder, intensive=False)
+    changes = {"model__fitting_net": PROPERTY, "loss": {"type": "property"}}
+    write_input(folder, **changes)
+    result = dp(folder, "train", "input.json", "--workers", "2")
+    assert result.returncode == 0, result.stderr
+    two, curve = final(folder), rows(folder)
+    train(folder, training__acc_freq=2, **changes)
+    assert all(torch.equal(x, two[k]) for k, x in final(folder).items())
+    assert rows(folder) == curve
+
+
+def test_properties_that_are_not_there_are_told(folder, capsys):
+    changes = {"model__fitting_net": PROPERTY, "loss": {"type": "property"}}
+    write_input(folder, **changes)
+    assert main(["train", "input.json"]) == 2
+    message = capsys.readouterr().err
+    assert "no system has a label that the loss uses (in small: " in message and "property is crowd.npy" in message
+    add_property(folder, intensive=False)
+    write_input(folder, **changes | {"model__fitting_net": PROPERTY | {"task_dim": 3}})
+    assert main(["train", "input.json"]) == 2
+    assert "small/set.000/crowd.npy: has shape (40, 2), expected (40, 3)" in capsys.readouterr().err
+    write_input(folder, **changes | {"model__fitting_net": PROPERTY | {"property_name": "virial"}})
+    assert main(["train", "input.json"]) == 2
+    assert "model/fitting_net/property_name: virial.npy has 9 number(s) of a frame" in capsys.readouterr().err
+    write_input(folder, loss={"type": "property"})
+    assert main(["train", "input.json"]) == 2
+    assert "needs a model that predicts one" in capsys.readouterr().err
+    train(folder, **changes, training__numb_steps=2)
+    assert main(["freeze", "-o", "m.dp"]) == 0
+    (folder / "held/set.000/crowd.npy").unlink()
+    assert main(["test", "-m", "m.dp", "-s", "held"]) == 2
+    assert "held: has no crowd.npy" in capsys.readouterr().err
+    (folder / "small/set.000/atom_crowd.npy").unlink()
+    assert main(["test", "-m", "m.dp", "-s", "small", "-a"]) == 2
+    assert "has no atom_crowd.npy, which --atomic needs" in capsys.readouterr().err
 
 
 def test_what_does_not_go_together_is_told(folder, capsys):

@@ -35,6 +35,9 @@ def made(job):
     rng = np.random.default_rng(job["seed"])
     tree = get_model(job["section"]).serialize()
     with_statistics(tree["descriptor"], rng, job["davg"])
+    if tree["fitting"]["type"] == "property":  # no other fitting has a deviation
+        shape = tree["@variables"]["out_bias"].shape
+        tree["@variables"] = {"out_bias": rng.normal(0.0, 1.0, shape), "out_std": rng.uniform(0.5, 2.0, shape)}
     save_dp_model(job["model"], {"model": tree, "backend": "DPModel", "model_def_script": job["section"]})
 
 

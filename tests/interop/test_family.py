@@ -21,6 +21,7 @@ from allforce.data.batch import Frame
 from allforce.files.model_file import load_model, save_model
 from allforce.infer.evaluate import Evaluator
 from allforce.infer.predict import DeepPot
+from allforce.infer.property import DeepProperty
 
 HERE = Path(__file__).parent
 TENSOR = 1e-9
@@ -35,6 +36,7 @@ ATTEN = COMMON | {"type": "dpa1", "sel": 140, "axis_neuron": 4, "attn_layer": 0,
 V2 = ATTEN | {"type": "se_atten_v2"}
 ATTEN |= {"smooth_type_embedding": False}  # DeePMD-kit's classes have another default than its input
 ANGLES = COMMON | {"type": "se_e3", "sel": [40, 40, 40], "rcut": 3.0}
+PROPERTY = {"type": "property", "property_name": "gap", "task_dim": 3}
 
 # name -> (descriptor, fitting, davg, further keys of the model)
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float, dict[str, Any]]] = {
@@ -65,12 +67,17 @@ CASES |= {
     "polar": (PAIRS, {"type": "polar", "scale": [1.0, 2.0, 0.5]}, 0.1, {}),
     "dos": (PAIRS, {"type": "dos", "numb_dos": 7}, 0.1, {}),
     "dos_mixed": (ATTEN, {"type": "dos", "numb_dos": 5}, 0.0, {"atom_exclude_types": [1]}),
+    "property": (PAIRS, PROPERTY, 0.1, {}),
+    "property_mixed": (ATTEN, PROPERTY | {"task_dim": 1}, 0.0, {"atom_exclude_types": [1]}),
+    "property_mean": (PAIRS, PROPERTY | {"intensive": True}, 0.1, {"atom_exclude_types": [1]}),
+    "property_alike": (PAIRS, PROPERTY | {"distinguish_types": False}, 0.1, {}),
     "polar_full": (PAIRS, {"type": "polar", "fit_diag": False, "shift_diag": False}, 0.1, {}),
 }  # fmt: skip
 BY_TENSORFLOW = ("dpa1_forces", "dpa1_strip_forces", "se_e2_r", "se_e3", "hybrid")
 NAMES = {
     "energy": "atom_energy",
     "dos": "atom_dos",
+    "property": "atom_gap",
     "dipole": "dipole",
     "polar": "polar",
 }  # our output -> theirs, of atoms
@@ -161,6 +168,14 @@ def test_our_model_there(name: str, again: Path) -> None:
     assert before.files == after.files
     for key in before.files:
         np.testing.assert_allclose(before[key], after[key], rtol=0, atol=1e-12, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("property")])
+def test_properties_of_frames(name: str, theirs: Path) -> None:
+    """Sums, and means over the atoms whose type is not excluded."""
+    data, there = np.load(theirs / f"{name}_in.npz"), np.load(theirs / f"{name}_out.npz")
+    (found,) = DeepProperty(theirs / f"{name}.yaml", table="exact").eval(data["coord"], data["cell"], data["type"])
+    assert np.abs(found - there["gap"]).max() < TENSOR and np.abs(found).max() > 1e-3
 
 
 @pytest.mark.parametrize("name", BY_TENSORFLOW)

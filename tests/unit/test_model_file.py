@@ -19,6 +19,7 @@ from allforce.files.model_file import load_model, save_model
 from allforce.files.tree import observed_types
 from allforce.infer.freeze import freeze
 from allforce.infer.predict import DeepPot
+from allforce.infer.property import DeepProperty
 from allforce.models.standard import StandardConfig, StandardModel
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
@@ -212,7 +213,7 @@ BAD = {
         "Layer has version 3",
     ),
     "descriptor": (_set(*DESCRIPTOR, "type", value="dpa3"), "descriptor of type 'dpa3' is not supported.*se_e2_a"),
-    "fitting": (_set("model", "fitting", "type", value="property"), "fitting_net of type 'property' is not supported"),
+    "fitting": (_set("model", "fitting", "type", value="dens"), "fitting_net of type 'dens' is not supported"),
     "model type": (_set("model", "type", value="linear_ener"), "model type 'linear_ener' is not supported"),
     "spin": (_set("model", "fitting", "spin", value={"a": 1}), "'spin'"),
     "tot_ener_zero": (_set("model", "fitting", "tot_ener_zero", value=True), "'tot_ener_zero': True"),
@@ -313,6 +314,17 @@ def test_pytorch_checkpoint(tmp_path: Path) -> None:
         np.testing.assert_array_equal(a, b)
     assert again.min_nbor_dist == 0.875
     assert observed_types(load_model(tmp_path / "m.pt")) == ["H", "O"]
+
+
+def test_pytorch_checkpoint_of_a_property(tmp_path: Path) -> None:
+    """Here out_std counts: y_i = out_std·net + out_bias."""
+    model = small_model({}, {"type": "property", "property_name": "gap"}, mode="exact")
+    model.fitting.bias.copy_(torch.tensor([[-90.5], [-12.25]]))
+    model.fitting.std.fill_(3.0)
+    pt_file(tmp_path / "m.pt", model)
+    a, b = (DeepProperty(m, table="exact").eval(COORD[None], None, TYPES) for m in (model, tmp_path / "m.pt"))
+    np.testing.assert_array_equal(a, b)
+    assert b[0].shape == (1, 1) and DeepProperty(tmp_path / "m.pt").get_var_name() == "gap"
 
 
 PARTS = {"se_e2_a": ".sea", "se_r": "", "se_e3": ".seat", "dpa1": ".se_atten", "se_atten_v2": ".se_atten"}

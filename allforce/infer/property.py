@@ -1,0 +1,47 @@
+"""Properties of structures: the Python interface of models that predict one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from allforce.infer.evaluate import Evaluator
+
+
+class DeepProperty(Evaluator):
+    """model = DeepProperty("gap.dp"); (gap,) = model.eval(coords, cells, atom_types)"""
+
+    kind = "property"
+
+    @property
+    def task_dim(self) -> int:
+        return self.get_task_dim()
+
+    def get_task_dim(self) -> int:
+        """Numbers of the property."""
+        return self.model.config.fitting_net.task_dim
+
+    def get_intensive(self) -> bool:
+        """Whether the property of a frame is the mean over its atoms, not the sum."""
+        return self.model.config.fitting_net.intensive
+
+    def get_var_name(self) -> str:
+        """The name of the property."""
+        return self.model.config.fitting_net.property_name
+
+    def eval(
+        self,
+        coords: Any,
+        cells: Any,
+        atom_types: Any,
+        atomic: bool = False,
+        fparam: Any = None,
+        aparam: Any = None,
+        mixed_type: bool = False,
+    ) -> tuple[np.ndarray, ...]:
+        """(property (nf, task_dim),), with atomic also of atoms (nf, n, task_dim). Arguments as of DeepPot.eval."""
+        frames = self.frames(coords, cells, atom_types, fparam, aparam, mixed_type)
+        names = ("property", "atomic property") if atomic else ("property",)
+        found = list(self.evaluate(frames, names))
+        return tuple(np.array([x[name] for x in found]) for name in names)
