@@ -162,9 +162,11 @@ def differences(frame: Frame, result: Result, atomic: bool) -> Iterator[tuple[st
         yield "virial", d, None
         yield "virial_peratom", d / n, None
         yield "stress", -d / abs(np.linalg.det(frame.cell)), None
-    for name, output in (("dipole", "dipole"), ("dipole_norm", "dipole norm")):
-        if name in labels and output in result:
-            yield name, result[output].ravel() - labels[name].ravel(), None
+    if "dipole" in labels and "dipole" in result:
+        yield "dipole", result["dipole"].ravel() - labels["dipole"].ravel(), None
+    if "dipole norm" in result and {"dipole", "dipole_norm"} & labels.keys():
+        length = labels["dipole_norm"] if "dipole_norm" in labels else np.linalg.norm(labels["dipole"])
+        yield "dipole_norm", result["dipole norm"].ravel() - np.ravel(length), None
     if "dos" in labels and "dos" in result:
         d = result["dos"] - labels["dos"].ravel()
         yield "dos", d, None

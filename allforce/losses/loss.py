@@ -49,6 +49,10 @@ class Loss:
         """Whether data with these labels have anything that the loss looks at."""
         return any(self.has(term, labels) for term in self.terms)
 
+    def caveat(self, labels: Container[str]) -> str:
+        """What a user of data with these labels may not expect; empty: nothing."""
+        return ""
+
     def __call__(self, prediction: dict[str, Tensor], batch: Batch, lr: float) -> tuple[Tensor, Tensor]:
         """The loss, and sums (2·names,): atoms·value of every displayed quantity, then the atoms as their weights."""
         anything = prediction[self.wanted[0]]

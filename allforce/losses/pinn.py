@@ -152,6 +152,14 @@ class PinnDipoleLoss(Loss):
     def learns_from(self, labels: Container[str]) -> bool:
         return self.has("d", labels)
 
+    def caveat(self, labels: Container[str]) -> str:
+        if self.config.vector_dipole or "dipole" not in labels:
+            return ""
+        return (
+            "The data have dipoles as vectors, but loss/vector_dipole is false, PiNN's default: only their lengths are "
+            "learned, and the direction, for charges the sign, is left to chance. Set it to true to learn vectors."
+        )
+
     def term(self, name: str, prediction: dict[str, Tensor], batch: Batch) -> Term:
         c = self.config
         if name == "d":

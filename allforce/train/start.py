@@ -163,6 +163,8 @@ def check_labels(training: DataSet, loss: Loss, comm: Comm, split: bool) -> None
             f"{count} of {total} training systems have no label that the loss uses, "
             f"nothing is learned from them: {', '.join(names)}{more}"
         )
+    if comm.rank == 0 and (caveat := loss.caveat({label for s in training.systems for label in s.label_names})):
+        log.warning(caveat)
 
 
 def check_outputs(model: Model, loss: Loss, settings: Input) -> None:

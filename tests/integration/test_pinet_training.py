@@ -109,8 +109,12 @@ def test_dipoles_in_files_and_in_ase(folder, capfd):
     assert main(["freeze", "-o", "dipole.dp"]) == 0
     assert main(["test", "-m", "dipole.dp", "-s", "held", "-d", "detail"]) == 0
     data, pred = np.split(np.loadtxt("detail.dipole.out"), 2, axis=1)
-    shown = re.search(r"Dipole RMSE +: (\S+) e", capfd.readouterr().err)
-    assert shown and float(shown[1]) == pytest.approx(np.sqrt(((data - pred) ** 2).mean()), rel=1e-5)
+    text = capfd.readouterr().err
+    lengths = [np.linalg.norm(x, axis=1, keepdims=True) for x in (data, pred)]
+    for name, (a, b) in {"Dipole": (data, pred), "Dipole length": lengths}.items():
+        shown = re.search(rf"{name} RMSE +: (\S+) e", text)
+        assert shown and float(shown[1]) == pytest.approx(np.sqrt(((a - b) ** 2).mean()), rel=1e-5)
+    assert "only their lengths are learned" not in text
     calculator = DP("dipole.dp")
     assert calculator.implemented_properties == ["dipole", "charges"]
     x = np.load("held/set.000/coord.npy")[0].reshape(-1, 3)
@@ -118,6 +122,12 @@ def test_dipoles_in_files_and_in_ase(folder, capfd):
     atoms = Atoms(symbols, x, cell=np.eye(3) * BOX, pbc=True, calculator=calculator)
     np.testing.assert_allclose(atoms.get_dipole_moment(), pred[0], rtol=0, atol=1e-9)
     assert atoms.get_charges().sum() == pytest.approx(0, abs=1e-9)
+
+
+def test_lengths_of_vectors_are_told(folder, capfd):
+    write(folder, "dipoles", loss__vector_dipole=False, training__numb_steps=1)
+    assert main(["train", "input.json"]) == 0
+    assert "loss/vector_dipole is false, PiNN's default: only their lengths are learned" in capfd.readouterr().err
 
 
 def test_the_wrong_loss_is_told(folder, capfd):
