@@ -75,7 +75,7 @@ class Worker:
     """One child, and this end of the line to it."""
 
     def __init__(self, rank: int, count: int, store: int, argv: list[str]):
-        self.rank, self.ended = rank, 0.0
+        self.rank, self.ended, self.finished_off = rank, 0.0, False
         self.line, other = socket.socketpair()
         own = {"RANK": rank, "SIZE": count, "LOCAL_RANK": rank, "LOCAL_SIZE": count, "STORE_FD": store}
         env = scrubbed() | {f"ALLFORCE_{name}": str(value) for name, value in own.items()}
@@ -102,7 +102,7 @@ class Worker:
         """(when, words, exit code) of a worker that failed. A signal comes before the complaints that follow from it,
         a bare exit code after them."""
         code = self.process.returncode
-        if not code:
+        if not code or (self.finished_off and code == -signal.SIGKILL):
             return None
         if said := self._report():
             return said["time"], said["message"], said["code"]
@@ -158,6 +158,8 @@ class Team:
                 failed = now
             if failed and now > failed + GRACE:
                 self.send(signal.SIGKILL)
+                for worker in running:
+                    worker.finished_off = True
             time.sleep(LOOK)
         failures = [found for worker in self.workers if (found := worker.failure())]
         if self.signal:
