@@ -7,18 +7,18 @@ import torch
 from torch import Tensor
 
 from allforce.models import pinet_kernels as kernels
-from allforce.models.pinet_steps import Quantity, Step, Tape, numpy
+from allforce.models.pinet_steps import Quantity, Step, Tape, numpy, pool
 
 
 class Vectors(Step):
     """y_i = Σ_j (a_i + b_j + n) x_ij (3 N, c), with x the last c columns of `pairs`; a, b (3 N, c) or nothing."""
 
     def __init__(self, tape: Tape, pairs: Quantity, width: int, a: Quantity | None, b: Quantity | None):
-        self.tape, self.pairs, self.a, self.b = tape, pairs, a, b
+        self.tape, self.pairs, self.a, self.b = tape.weak, pairs, a, b
         self.none = tape.like.new_empty(0, width)
         self.out = tape.quantity(3 * tape.natoms, width)
-        self.x = (*self._of("y"), *numpy(tape.unit, pairs.y), tape.i, tape.j)
-        kernels.vectors(*self.x, self.out.y.zero_().numpy())
+        self.x, self.pool = (*self._of("y"), *numpy(tape.unit, pairs.y)), pool(pairs.y)
+        kernels.vectors(*self.x, tape.first, tape.j, self.out.y.zero_().numpy(), self.pool)
         tape.vectors = True
         tape.steps.append(self)
 
@@ -33,19 +33,20 @@ class Vectors(Step):
 
     def back(self) -> None:
         self._make("hat")
-        of_x = numpy(self.tape.n_hat, self.pairs.hat)
-        kernels.vectors_back(*self.x, self.out.hat.numpy(), *self._of("hat"), *of_x)
+        t, of_x = self.tape, numpy(self.tape.n_hat, self.pairs.hat)
+        kernels.vectors_back(*self.x, t.i, t.j, self.out.hat.numpy(), *self._of("hat"), *of_x)
 
     def _dots(self) -> list[np.ndarray]:
         return [*self._of("dot"), *numpy(self.tape.n_dot, self.pairs.dot)]
 
     def tangent(self) -> None:
-        kernels.vectors_tangent(*self.x, *self._dots(), self.out.dot.zero_().numpy())
+        t = self.tape
+        kernels.vectors_tangent(*self.x, t.first, t.j, *self._dots(), self.out.dot.zero_().numpy(), self.pool)
 
     def adjoint(self) -> None:
         self._make("bar")
-        of_y = numpy(self.out.hat, self.out.bar)
-        kernels.vectors_adjoint(*self.x, *self._dots(), *of_y, *self._of("bar"), self.pairs.bar.numpy())
+        t, of_y = self.tape, numpy(self.out.hat, self.out.bar)
+        kernels.vectors_adjoint(*self.x, t.i, t.j, *self._dots(), *of_y, *self._of("bar"), self.pairs.bar.numpy())
         self.out.bar = None
 
 

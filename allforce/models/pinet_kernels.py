@@ -1,7 +1,9 @@
 """Compiled loops over the pairs of PiNet, for the steps of pinet_steps.py, which has the equations.
 
 Pairs are sorted by their first atom, so what is written to it stays in the cache. Letters: i, j (E,) the atoms of a
-pair; e, e_dot, e_hat (E, nb) the basis; w (E, nb, c) = tanh(z); ab (N, 2h) = [a, b] of every atom, z = a_i + b_j.
+pair, `first` (N + 1,) the pairs of each atom; e, e_dot, e_hat (E, nb) the basis; w (E, nb, c) = tanh(z); ab (N, 2h) =
+[a, b] of every atom, z = a_i + b_j. Loops with a `pool` write to pairs, or to their first atom, and run on torch's
+threads (pool.py). What goes to the second atom, or into one sum, is added on one thread, in the order of the pairs.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import numpy as np
 from numba import njit
 
 from allforce.models.kernels import inline, options
+from allforce.models.pool import spread
 
 
 @njit(**options)
@@ -33,13 +36,18 @@ def add_rows(x, total):
 
 
 @njit(**options)
-def to_pairs(ab, i, j, z):
-    """z = a_i + b_j."""
+def _to_pairs(begin, end, ab, i, j, z):
     h = z.shape[1]
-    for p in range(z.shape[0]):
+    for p in range(begin, end):
         a, b = i[p], j[p]
         for c in range(h):
             z[p, c] = ab[a, c] + ab[b, h + c]
+
+
+@njit(**options)
+def to_pairs(ab, i, j, z, pool):
+    """z = a_i + b_j."""
+    spread(_to_pairs, z.shape[0], (ab, i, j, z), pool)
 
 
 @njit(**options)
@@ -55,29 +63,39 @@ def from_pairs(z, i, j, ab):
 
 
 @njit(**options)
-def sum_of_pairs(x, i, y):
-    """y_i += x."""
-    for p in range(x.shape[0]):
-        a = i[p]
-        for c in range(x.shape[1]):
-            y[a, c] += x[p, c]
+def _sum_of_pairs(begin, end, x, first, y):
+    for a in range(begin, end):
+        for p in range(first[a], first[a + 1]):
+            for c in range(x.shape[1]):
+                y[a, c] += x[p, c]
 
 
 @njit(**options)
-def add_to_pairs(y, i, x):
-    """x += y_i."""
-    for p in range(x.shape[0]):
+def sum_of_pairs(x, first, y, pool):
+    """y_i += x."""
+    spread(_sum_of_pairs, first.shape[0] - 1, (x, first, y), pool)
+
+
+@njit(**options)
+def _add_to_pairs(begin, end, y, i, x):
+    for p in range(begin, end):
         a = i[p]
         for c in range(x.shape[1]):
             x[p, c] += y[a, c]
+
+
+@njit(**options)
+def add_to_pairs(y, i, x, pool):
+    """x += y_i."""
+    spread(_add_to_pairs, x.shape[0], (y, i, x), pool)
 
 
 # ---- I_c = Σ_b w_bc e_b
 
 
 @njit(**options)
-def interaction(w, e, I):  # noqa: E741
-    for p in range(w.shape[0]):
+def _interaction(begin, end, w, e, I):  # noqa: E741
+    for p in range(begin, end):
         first = e[p, 0]
         for c in range(w.shape[2]):
             I[p, c] = w[p, 0, c] * first
@@ -88,10 +106,14 @@ def interaction(w, e, I):  # noqa: E741
 
 
 @njit(**options)
-def interaction_back(w, e, I_hat, z_hat, e_hat):
-    """ẑ = Î_c e_b (1 − w²), ê += Σ_c Î_c w."""
+def interaction(w, e, I, pool):  # noqa: E741
+    spread(_interaction, w.shape[0], (w, e, I), pool)
+
+
+@njit(**options)
+def _interaction_back(begin, end, w, e, I_hat, z_hat, e_hat):
     zero, one = w.dtype.type(0), w.dtype.type(1)
-    for p in range(w.shape[0]):
+    for p in range(begin, end):
         for b in range(w.shape[1]):
             total, eb = zero, e[p, b]
             for c in range(w.shape[2]):
@@ -99,6 +121,12 @@ def interaction_back(w, e, I_hat, z_hat, e_hat):
                 z_hat[p, b, c] = I_hat[p, c] * eb * (one - t * t)
                 total += I_hat[p, c] * t
             e_hat[p, b] += total
+
+
+@njit(**options)
+def interaction_back(w, e, I_hat, z_hat, e_hat, pool):
+    """ẑ = Î_c e_b (1 − w²), ê += Σ_c Î_c w."""
+    spread(_interaction_back, w.shape[0], (w, e, I_hat, z_hat, e_hat), pool)
 
 
 @njit(**options)
@@ -186,9 +214,8 @@ def direct_adjoint(w, ab_dot, i, j, e, e_dot, I_hat, I_bar, ab_bar):
 
 
 @njit(**options)
-def of_kinds(w, kind, e, I):  # noqa: E741
-    """I = Σ_b w[kind] e_b; with ė for e the tangent."""
-    for p in range(I.shape[0]):
+def _of_kinds(begin, end, w, kind, e, I):  # noqa: E741
+    for p in range(begin, end):
         k = kind[p]
         for c in range(w.shape[2]):
             I[p, c] = 0
@@ -199,14 +226,25 @@ def of_kinds(w, kind, e, I):  # noqa: E741
 
 
 @njit(**options)
-def of_kinds_back(w, kind, I_hat, e_hat):
-    for p in range(I_hat.shape[0]):
+def of_kinds(w, kind, e, I, pool):  # noqa: E741
+    """I = Σ_b w[kind] e_b; with ė for e the tangent."""
+    spread(_of_kinds, I.shape[0], (w, kind, e, I), pool)
+
+
+@njit(**options)
+def _of_kinds_back(begin, end, w, kind, I_hat, e_hat):
+    for p in range(begin, end):
         k = kind[p]
         for b in range(w.shape[1]):
             total = w.dtype.type(0)
             for c in range(w.shape[2]):
                 total += I_hat[p, c] * w[k, b, c]
             e_hat[p, b] += total
+
+
+@njit(**options)
+def of_kinds_back(w, kind, I_hat, e_hat, pool):
+    spread(_of_kinds_back, I_hat.shape[0], (w, kind, I_hat, e_hat), pool)
 
 
 @njit(**options)
@@ -246,15 +284,21 @@ def give(q, u, v, a, b):
 
 
 @njit(**options)
-def vectors(a, b, n, x, i, j, y):
+def _vectors(begin, end, a, b, n, x, first, j, y):
     width, q = y.shape[1], np.empty(y.shape[1], y.dtype)
     skip = x.shape[1] - width
-    for p in range(x.shape[0]):
-        for k in range(3):
-            u, v = 3 * i[p] + k, 3 * j[p] + k
-            seen(a, b, n[p, k], u, v, q)
-            for c in range(width):
-                y[u, c] += q[c] * x[p, skip + c]
+    for i in range(begin, end):
+        for p in range(first[i], first[i + 1]):
+            for k in range(3):
+                u, v = 3 * i + k, 3 * j[p] + k
+                seen(a, b, n[p, k], u, v, q)
+                for c in range(width):
+                    y[u, c] += q[c] * x[p, skip + c]
+
+
+@njit(**options)
+def vectors(a, b, n, x, first, j, y, pool):
+    spread(_vectors, first.shape[0] - 1, (a, b, n, x, first, j, y), pool)
 
 
 @njit(**options)
@@ -277,16 +321,22 @@ def vectors_back(a, b, n, x, i, j, y_hat, a_hat, b_hat, n_hat, x_hat):
 
 
 @njit(**options)
-def vectors_tangent(a, b, n, x, i, j, a_dot, b_dot, n_dot, x_dot, y_dot):
+def _vectors_tangent(begin, end, a, b, n, x, first, j, a_dot, b_dot, n_dot, x_dot, y_dot):
     width = y_dot.shape[1]
     skip, q, q_dot = x.shape[1] - width, np.empty(width, x.dtype), np.empty(width, x.dtype)
-    for p in range(x.shape[0]):
-        for k in range(3):
-            u, v = 3 * i[p] + k, 3 * j[p] + k
-            seen(a, b, n[p, k], u, v, q)
-            seen(a_dot, b_dot, n_dot[p, k], u, v, q_dot)
-            for c in range(width):
-                y_dot[u, c] += q[c] * x_dot[p, skip + c] + q_dot[c] * x[p, skip + c]
+    for i in range(begin, end):
+        for p in range(first[i], first[i + 1]):
+            for k in range(3):
+                u, v = 3 * i + k, 3 * j[p] + k
+                seen(a, b, n[p, k], u, v, q)
+                seen(a_dot, b_dot, n_dot[p, k], u, v, q_dot)
+                for c in range(width):
+                    y_dot[u, c] += q[c] * x_dot[p, skip + c] + q_dot[c] * x[p, skip + c]
+
+
+@njit(**options)
+def vectors_tangent(a, b, n, x, first, j, a_dot, b_dot, n_dot, x_dot, y_dot, pool):
+    spread(_vectors_tangent, first.shape[0] - 1, (a, b, n, x, first, j, a_dot, b_dot, n_dot, x_dot, y_dot), pool)
 
 
 @njit(**options)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from allforce.models import pinet_kernels
 from allforce.models.kernels import compiled, options
+from allforce.models.pool import threads
 
 SMALL = 2**19  # bytes
 
@@ -63,7 +64,7 @@ class Interaction(torch.autograd.Function):
         if not compiled(w):
             return (w * e[:, :, None]).sum(1)
         out = w.new_empty(w.shape[0], w.shape[2])
-        pinet_kernels.interaction(w.numpy(), _array(e), out.numpy())
+        pinet_kernels.interaction(w.numpy(), _array(e), out.numpy(), threads(w.numel() // 64))
         return out
 
     @staticmethod
@@ -81,7 +82,8 @@ class InteractionPull(torch.autograd.Function):
         if not compiled(w):
             return g[:, None, :] * e[:, :, None] * (1.0 - w * w), (w * g[:, None, :]).sum(2)
         of_z, of_e = torch.empty_like(w), torch.zeros_like(e, memory_format=torch.contiguous_format)
-        pinet_kernels.interaction_back(w.numpy(), _array(e), _array(g), of_z.numpy(), of_e.numpy())
+        arrays = (w.numpy(), _array(e), _array(g), of_z.numpy(), of_e.numpy())
+        pinet_kernels.interaction_back(*arrays, threads(w.numel() // 64))
         return of_z, of_e
 
     @staticmethod

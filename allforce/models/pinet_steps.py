@@ -18,6 +18,7 @@ depend on r (w of pairs of elements, the linear output nets as one vector) is ma
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from allforce.data.batch import Edges
 from allforce.models import pinet_kernels as kernels
+from allforce.models.pool import Pool, threads
 
 CHUNK = 2**19  # bytes of z that are worked on at once: they stay in the cache
 
@@ -77,9 +79,11 @@ class Tape:
     def __init__(self, edges: Edges, r: Tensor, own: Tensor | None, natoms: int, like: Tensor, basis: Any):
         self.second = torch.is_grad_enabled()
         self.steps: list[Step] = []
+        self.weak: Tape = weakref.proxy(self)  # for steps: in a circle, memory would wait for the garbage collector
         self.inputs: list[Tensor] = []
         self.weights: list[Weight] = []
-        self.edges, self.natoms, self.i, self.j, self.like = edges, natoms, edges.i.numpy(), edges.j.numpy(), like
+        self.edges, self.natoms, self.like = edges, natoms, like
+        self.i, self.j, self.first = edges.i.numpy(), edges.j.numpy(), edges.first.numpy()
         self.out = self.out_bar = like.new_zeros(natoms, 1)
         self.own = torch.ones_like(self.out) if own is None else own.detach().to(like.dtype)[:, None]
         r = r.detach()
@@ -144,6 +148,10 @@ class Recorded(torch.autograd.Function):
 
 def numpy(*tensors: Tensor) -> list[np.ndarray]:
     return [x.numpy() for x in tensors]
+
+
+def pool(x: Tensor) -> Pool:
+    return threads(x.numel() // 64)  # a number of a pair takes a 64th of the time that pool.py calls an edge
 
 
 class Step:
@@ -211,7 +219,8 @@ class Pairs(Step):
     def __init__(self, tape: Tape, x: Quantity):
         self.x, self.i, self.j = x, tape.i, tape.j
         self.out = tape.quantity(len(tape.i), x.y.shape[1] // 2)
-        kernels.to_pairs(x.y.numpy(), self.i, self.j, self.out.y.numpy())
+        self.pool = pool(self.out.y)
+        kernels.to_pairs(x.y.numpy(), self.i, self.j, self.out.y.numpy(), self.pool)
         self.out.y.tanh_()
         tape.steps.append(self)
 
@@ -220,7 +229,7 @@ class Pairs(Step):
 
     def tangent(self) -> None:
         y, dot = self.out.y, self.out.dot
-        kernels.to_pairs(self.x.dot.numpy(), self.i, self.j, dot.numpy())
+        kernels.to_pairs(self.x.dot.numpy(), self.i, self.j, dot.numpy(), self.pool)
         torch.ops.aten.tanh_backward.grad_input(dot, y, grad_input=dot)
 
     def adjoint(self) -> None:
@@ -238,7 +247,7 @@ class Interaction(Step):
     """I_c = Σ_b tanh(z_bc) e_b, z = x w + b, for some pairs after the other."""
 
     def __init__(self, tape: Tape, x: Quantity, w: Weight, b: Weight, n_basis: int):
-        self.tape, self.x, self.w, self.b = tape, x, w, b
+        self.tape, self.x, self.w, self.b = tape.weak, x, w, b
         rows, width = len(x.y), w.value.shape[1]
         self.out = tape.quantity(rows, width // n_basis)
         self.tanh = x.y.new_empty(rows, width)
@@ -249,7 +258,7 @@ class Interaction(Step):
         self.shape = (-1, n_basis, width // n_basis)
         for s in self.chunks:
             y = torch.addmm(self.b.value, x.y[s], self.w.value, out=self.tanh[s]).tanh_()
-            kernels.interaction(*numpy(y.view(self.shape), tape.e[s], self.out.y[s]))
+            kernels.interaction(*numpy(y.view(self.shape), tape.e[s], self.out.y[s]), pool(y))
         tape.steps.append(self)
 
     def back(self) -> None:
@@ -257,7 +266,7 @@ class Interaction(Step):
         for s in self.chunks:
             y, z_hat = self.tanh[s], self.buffers[1, : s.stop - s.start]
             arrays = (y.view(self.shape), t.e[s], self.out.hat[s], z_hat.view(self.shape), t.e_hat[s])
-            kernels.interaction_back(*numpy(*arrays))
+            kernels.interaction_back(*numpy(*arrays), pool(y))
             torch.mm(z_hat, self.w.value.T, out=hat[s])
         self.x.add_hat(hat)
 
@@ -287,15 +296,16 @@ class Direct(Step):
     """I_c = Σ_b tanh(z_bc) e_b, z = a_i + b_j, with [a, b] of atoms."""
 
     def __init__(self, tape: Tape, x: Quantity, n_basis: int):
-        self.tape, self.x = tape, x
+        self.tape, self.x = tape.weak, x
         rows, width = len(tape.i), x.y.shape[1] // 2
         self.out = tape.quantity(rows, width // n_basis)
         self.shape = (-1, 2, n_basis, width // n_basis)
         tanh = x.y.new_empty(rows, width)
         step = max(1, CHUNK // (width * tanh.element_size()))
         for s in (slice(k, k + step) for k in range(0, rows, step)):
-            kernels.to_pairs(x.y.numpy(), tape.i[s], tape.j[s], tanh[s].numpy())
-            kernels.interaction(*numpy(tanh[s].tanh_().view(-1, *self.shape[2:]), tape.e[s], self.out.y[s]))
+            z = tanh[s]
+            kernels.to_pairs(x.y.numpy(), tape.i[s], tape.j[s], z.numpy(), pool(z))
+            kernels.interaction(*numpy(z.tanh_().view(-1, *self.shape[2:]), tape.e[s], self.out.y[s]), pool(z))
         self.tanh = tanh.view(-1, *self.shape[2:])
         tape.steps.append(self)
 
@@ -322,16 +332,17 @@ class OfKinds(Step):
     """I_c = Σ_b w_bc e_b, with w (kinds, nb, c) of the kind of pair: that of its elements."""
 
     def __init__(self, tape: Tape, kind: Tensor, w: Tensor):
-        self.tape, self.kind, self.w = tape, kind.numpy(), tape.weight(w)
+        self.tape, self.kind, self.w = tape.weak, kind.numpy(), tape.weight(w)
         self.out = tape.quantity(len(kind), w.shape[2])
-        kernels.of_kinds(self.w.value.numpy(), self.kind, *numpy(tape.e, self.out.y))
+        self.pool = pool(self.out.y)
+        kernels.of_kinds(self.w.value.numpy(), self.kind, *numpy(tape.e, self.out.y), self.pool)
         tape.steps.append(self)
 
     def back(self) -> None:
-        kernels.of_kinds_back(self.w.value.numpy(), self.kind, *numpy(self.out.hat, self.tape.e_hat))
+        kernels.of_kinds_back(self.w.value.numpy(), self.kind, *numpy(self.out.hat, self.tape.e_hat), self.pool)
 
     def tangent(self) -> None:
-        kernels.of_kinds(self.w.value.numpy(), self.kind, *numpy(self.tape.e_dot, self.out.dot))
+        kernels.of_kinds(self.w.value.numpy(), self.kind, *numpy(self.tape.e_dot, self.out.dot), self.pool)
 
     def adjoint(self) -> None:
         t, out, self.w.bar = self.tape, self.out, torch.zeros_like(self.w.value)
@@ -343,17 +354,17 @@ class SumOfPairs(Step):
     """y_i = Σ_j x_ij."""
 
     def __init__(self, tape: Tape, x: Quantity):
-        self.x, self.i = x, tape.i
+        self.x, self.i, self.first, self.pool = x, tape.i, tape.first, pool(x.y)
         self.out = tape.quantity(tape.natoms, x.y.shape[1])
         self._sum(x.y, self.out.y)
         tape.steps.append(self)
 
     def _sum(self, x: Tensor, y: Tensor) -> None:
-        kernels.sum_of_pairs(x.numpy(), self.i, y.zero_().numpy())
+        kernels.sum_of_pairs(x.numpy(), self.first, y.zero_().numpy(), self.pool)
 
     def _spread(self, y: Tensor, x: Tensor | None) -> Tensor:
         x = torch.zeros_like(self.x.y) if x is None else x
-        kernels.add_to_pairs(y.numpy(), self.i, x.numpy())
+        kernels.add_to_pairs(y.numpy(), self.i, x.numpy(), self.pool)
         return x
 
     def back(self) -> None:
@@ -412,7 +423,7 @@ class Out(Step):
     """out += ((x w_1 + b_1) w_2 + …) w = x u_0 + Σ_l b_l u_l with u_{l−1} = w_l u_l and u_L = w: a linear net."""
 
     def __init__(self, tape: Tape, x: Quantity, layers: list[tuple[Weight, Weight]], last: Weight):
-        self.tape, self.x, self.layers, self.last = tape, x, layers, last
+        self.tape, self.x, self.layers, self.last = tape.weak, x, layers, last
         self.u = [last.value]
         for w, b in reversed(layers):
             tape.out += b.value @ self.u[0]

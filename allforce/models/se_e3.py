@@ -24,6 +24,7 @@ from allforce.models import kernels, triple_kernels
 from allforce.models.env_stat import load_slots, slots
 from allforce.models.envmat import switch
 from allforce.models.layers import Net, generator
+from allforce.models.pool import Pool, threads
 from allforce.models.pull import Pull, by_autograd
 from allforce.models.serial import collection, copy_nets
 from allforce.models.spline import Grid
@@ -72,6 +73,10 @@ class Triples:
         arrays = (x.numpy() for x in (self.v, self.edges.first, self.neighbor, self.place))
         return *arrays, (self.grid.lo, 1.0 / self.grid.h, self.grid.K)
 
+    @property
+    def pool(self) -> Pool:
+        return threads(len(self.v) ** 2 // (2 * len(self.edges.first)))  # pairs, each about as long as an edge
+
     def new_moments(self) -> Tensor:
         return torch.zeros(len(self.edges.first) - 1, self.count * self.grid.K, dtype=self.dtype)
 
@@ -82,7 +87,7 @@ class TripleSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, C: Tensor, t: Triples) -> Tensor:
         A = t.new_moments()
-        triple_kernels.moments(*t.arguments(), A.numpy())
+        triple_kernels.moments(*t.arguments(), A.numpy(), t.pool)
         ctx.save_for_backward(A)
         return A @ C
 
@@ -100,15 +105,16 @@ class TriplePull(torch.autograd.Function):
         ctx.save_for_backward(gD, C)
         ctx.triples = t
         out = torch.zeros_like(t.v)
-        triple_kernels.pull(*t.arguments(), (gD @ C.T).contiguous().numpy(), out.numpy())
+        triple_kernels.pull(*t.arguments(), (gD @ C.T).contiguous().numpy(), out.numpy(), t.pool)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, u: Tensor):
         gD, C = ctx.saved_tensors
-        A_dot = ctx.triples.new_moments()
-        triple_kernels.push(*ctx.triples.arguments(), u.contiguous().numpy(), A_dot.numpy())
+        t: Triples = ctx.triples
+        A_dot = t.new_moments()
+        triple_kernels.push(*t.arguments(), u.contiguous().numpy(), A_dot.numpy(), t.pool)
         return A_dot @ C, A_dot.T @ gD, None
 
 

@@ -2,6 +2,7 @@
 
 v (E, 3) a vector for each edge, `first` the edges of each atom, `kind` (E,) the type of the neighbour, `place` (nt, nt)
 the net of two neighbour types; grid = (lo, inv_h, K): K splines from lo on, inv_h intervals to a unit.
+What is written belongs to the central atom or to its edges, so they run on torch's threads (pool.py).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import numpy as np
 from numba import njit
 
 from allforce.models.kernels import LANES, SLOPE, VALUE, inline, options, polynomial
+from allforce.models.pool import spread
 from allforce.models.spline import WIDTH
 
 
@@ -46,10 +48,9 @@ def slope_of(g, u, grid, value, slope):
 
 
 @njit(**options)
-def moments(v, first, kind, place, grid, A):
-    """A[i, n·K + k] += g B_k(arsinh g), g = v_j·v_k, over pairs of edges of i; n the net of their neighbour types."""
+def _moments(begin, end, v, first, kind, place, grid, A):
     value = np.empty(LANES)
-    for i in range(first.shape[0] - 1):
+    for i in range(begin, end):
         for j in range(first[i], first[i + 1]):
             for k in range(j, first[i + 1]):
                 g, at, w, _ = pair(v, kind, place, grid, j, k, value)
@@ -58,11 +59,16 @@ def moments(v, first, kind, place, grid, A):
 
 
 @njit(**options)
-def pull(v, first, kind, place, grid, gA, gv):
-    """gv = ∂E/∂v from gA = ∂E/∂A."""
+def moments(v, first, kind, place, grid, A, pool):
+    """A[i, n·K + k] += g B_k(arsinh g), g = v_j·v_k, over pairs of edges of i; n the net of their neighbour types."""
+    spread(_moments, first.shape[0] - 1, (v, first, kind, place, grid, A), pool)
+
+
+@njit(**options)
+def _pull(begin, end, v, first, kind, place, grid, gA, gv):
     value = np.empty(LANES)
     slope = np.empty(LANES)
-    for i in range(first.shape[0] - 1):
+    for i in range(begin, end):
         for j in range(first[i], first[i + 1]):
             for k in range(j, first[i + 1]):
                 g, at, w, u = pair(v, kind, place, grid, j, k, value)
@@ -77,11 +83,16 @@ def pull(v, first, kind, place, grid, gA, gv):
 
 
 @njit(**options)
-def push(v, first, kind, place, grid, u, A):
-    """The adjoint of pull: A += ∂(g B)/∂g (u_j·v_k + v_j·u_k)."""
+def pull(v, first, kind, place, grid, gA, gv, pool):
+    """gv = ∂E/∂v from gA = ∂E/∂A."""
+    spread(_pull, first.shape[0] - 1, (v, first, kind, place, grid, gA, gv), pool)
+
+
+@njit(**options)
+def _push(begin, end, v, first, kind, place, grid, u, A):
     value = np.empty(LANES)
     slope = np.empty(LANES)
-    for i in range(first.shape[0] - 1):
+    for i in range(begin, end):
         for j in range(first[i], first[i + 1]):
             for k in range(j, first[i + 1]):
                 g, at, w, z = pair(v, kind, place, grid, j, k, value)
@@ -91,3 +102,9 @@ def push(v, first, kind, place, grid, u, A):
                     dg += u[j, c] * v[k, c] + v[j, c] * u[k, c]
                 for m in range(WIDTH):
                     A[i, at + m] += value[m] * w * dg
+
+
+@njit(**options)
+def push(v, first, kind, place, grid, u, A, pool):
+    """The adjoint of pull: A += ∂(g B)/∂g (u_j·v_k + v_j·u_k)."""
+    spread(_push, first.shape[0] - 1, (v, first, kind, place, grid, u, A), pool)

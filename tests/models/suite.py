@@ -12,6 +12,7 @@ import torch
 from allforce.data.batch import Batch, Frame
 from allforce.data.loader import collate, collate_parts
 from allforce.data.prepare import Preparation
+from allforce.models import pool
 from allforce.models.model import per_atom
 from allforce.models.parts import summands
 from allforce.models.potential import Potential
@@ -71,6 +72,20 @@ def energy(model: Potential, frame: Frame, coord: np.ndarray | None = None, cell
         aparam=frame.aparam,
     )
     return float(evaluate(model, moved).energy[0])
+
+
+def results_on_threads(model: Potential, threads: int, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor | None]:
+    """Energies, forces and the gradient of a loss on both, of a batch whose loops are shared out however short."""
+    monkeypatch.setattr(pool, "ENOUGH", 0)
+    frames = (structure(k, 9, len(model.type_map), CELLS["smaller than the cutoff"]) for k in (7, 8))
+    batch, before = batch_of(model, *frames), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        p = model(batch, ("energy", "forces"))
+        loss = (p["energy"] ** 2).sum() + (p["forces"] ** 2).sum()
+        return [p["energy"], p["forces"], *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)]
+    finally:
+        torch.set_num_threads(before)
 
 
 class ModelSuite:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import partial
 from typing import Any
 
@@ -9,10 +11,10 @@ import numpy as np
 import pinet_numpy
 import pytest
 import torch
-from suite import CELLS, ModelSuite, batch_of, evaluate, structure
+from suite import CELLS, ModelSuite, batch_of, evaluate, results_on_threads, structure
 
 from allforce.data.batch import Frame
-from allforce.models import MODELS, pinet_steps
+from allforce.models import MODELS, pinet_steps, pinn
 from allforce.models.pinet_ops import SMALL, Tanh, interaction, tanh
 from allforce.models.potential import Potential
 
@@ -118,6 +120,34 @@ def test_steps_by_hand(case, some, monkeypatch):
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12 * float(expected[name].abs().max()))
     for name, value in zip(named, again, strict=True):
         assert torch.equal(value, found[name]), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_number_of_threads_changes_no_bit(case, monkeypatch):
+    kind, keys = CASES[case]
+    one, two = (results_on_threads(make(kind, depth=3, **keys), n, monkeypatch) for n in (1, 2))
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["pinet", "pinet2"])
+def test_memory_is_free_when_the_results_are_gone(kind, monkeypatch):
+    """At once, and not when Python looks for circles: it is several megabytes a step."""
+    tapes: list[weakref.ref] = []
+
+    def tape(*arguments):
+        tapes.append(weakref.ref(made := pinet_steps.Tape(*arguments)))
+        return made
+
+    monkeypatch.setattr(pinn, "Tape", tape)
+    model = make(kind)
+    gc.disable()
+    try:
+        e, g = model.energies_and_gradient(batch := batch_of(model, structure(1)), batch.edges.r)
+        torch.autograd.grad((g * g).sum() + e.sum(), list(model.parameters()), allow_unused=True)
+        del e, g
+        assert tapes and tapes[0]() is None
+    finally:
+        gc.enable()
 
 
 def weights_of(model) -> dict[str, np.ndarray]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from make import small_model
-from suite import ModelSuite, batch_of, evaluate, structure
+from suite import ModelSuite, batch_of, evaluate, results_on_threads, structure
 
 from allforce.data.batch import Frame
 from allforce.models import kernels
@@ -73,6 +73,11 @@ def test_compiled_and_by_autograd_agree(monkeypatch):
     monkeypatch.setenv(kernels.SWITCH, "torch")
     for a, b in zip(compiled, run(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9 * float(b.detach().abs().max()))
+
+
+def test_the_number_of_threads_changes_no_bit(monkeypatch):
+    one, two = (results_on_threads(small_model(ANGLES), n, monkeypatch) for n in (1, 2))
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
 def test_neighbours_nearer_than_the_table_are_exact():
