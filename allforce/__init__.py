@@ -7,17 +7,16 @@ __version__ = "0.1.0"
 __all__ = ["DeepDOS", "DeepDipole", "DeepPolar", "DeepPot", "DeepProperty", "__version__"]
 
 if TYPE_CHECKING:
-    from allforce.infer.dos import DeepDOS
+    from allforce.infer.invariant import DeepDOS, DeepProperty
     from allforce.infer.predict import DeepPot
-    from allforce.infer.property import DeepProperty
     from allforce.infer.tensor import DeepDipole, DeepPolar
 
 HOMES = {
     "DeepPot": "predict",
     "DeepDipole": "tensor",
     "DeepPolar": "tensor",
-    "DeepDOS": "dos",
-    "DeepProperty": "property",
+    "DeepDOS": "invariant",
+    "DeepProperty": "invariant",
 }
 
 

@@ -20,8 +20,8 @@ from test_deepmd import ENERGY_PER_ATOM, FORCE, PEER, VIRIAL
 from allforce.data.batch import Frame
 from allforce.files.model_file import load_model, save_model
 from allforce.infer.evaluate import Evaluator
+from allforce.infer.invariant import DeepProperty
 from allforce.infer.predict import DeepPot
-from allforce.infer.property import DeepProperty
 
 HERE = Path(__file__).parent
 TENSOR = 1e-9

@@ -18,8 +18,8 @@ from allforce.files.container import read_tree, write_tree
 from allforce.files.model_file import load_model, save_model
 from allforce.files.tree import observed_types
 from allforce.infer.freeze import freeze
+from allforce.infer.invariant import DeepProperty
 from allforce.infer.predict import DeepPot
-from allforce.infer.property import DeepProperty
 from allforce.models.standard import StandardConfig, StandardModel
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
