@@ -24,7 +24,7 @@ import numpy as np
 from common import LABEL, RESULTS, available, markdown_table, test_errors, train, water_input, write_result
 
 from allforce.data.discover import open_systems
-from allforce.train.recipe import LOSS, OPTIMIZER, RATE
+from allforce.train.recipe import OPTIMIZER, RATE, with_loss
 
 LABELS = ("energy", "force", "virial")
 
@@ -59,7 +59,7 @@ def config_of(name: str, steps: int, seed: int, type_map: list[str], data: Path,
     config["training"] |= {"seed": 10 * seed, "save_freq": steps}
     config["learning_rate"] |= {"decay_steps": max(1, steps // 20), "start_lr": 0.001, "stop_lr": 1e-6}
     if name == "ours":
-        config |= {"learning_rate": dict(RATE), "optimizer": dict(OPTIMIZER), "loss": {**config["loss"], **LOSS}}
+        config |= {"learning_rate": dict(RATE), "optimizer": dict(OPTIMIZER), "loss": with_loss(config["loss"])}
     return config
 
 

@@ -10,9 +10,9 @@ R^(-1/2). Between the two an iteration on the short side:
 
 with a … e of step k chosen so that the largest deviation of a singular value from 1 is smallest over the interval in
 which the step before leaves them (`COEFFICIENTS`). A polynomial of this degree needs two products, and gains the most
-for each product. Singular values above FLOOR of the largest end within SPREAD of 1,
-smaller ones are raised in proportion. All of it in float32 whatever the model's precision, for it is a direction: the
-Gram matrix has rounding errors of 1e-7 of its largest eigenvalue, small beside FLOOR².
+for each product. Singular values above FLOOR of the largest end within SPREAD of 1, smaller ones are raised in
+proportion. All of it in float32 whatever the model's precision, for it is a direction: the Gram matrix has rounding
+errors of 1e-7 of its largest eigenvalue, small beside FLOOR².
 
 A matrix without gradient (the net of a type that the batch has not) stays where it is, and its momentum with it: U
 knows no size, and would go on at full length.
@@ -34,11 +34,10 @@ from allforce.distributed.comm import Comm
 from allforce.optim.optimizer import TYPE_HELP, Optimizer, Parameters
 
 EPSILON = 1e-8  # of Adam
-FLOOR, SPREAD = 0.003, 0.125
-COEFFICIENTS = (
-    (14.801, -144.4623, 480.273, -617.047, 268.3909),
-    (6.4131, -15.3634, 13.1022, -4.3609, 0.4933),
-    (3.6141, -6.8968, 6.2389, -2.3995, 0.3253),
+FLOOR, SPREAD = 0.007, 0.476
+COEFFICIENTS = (  # a third step would be 5 products beside 7: more training steps in the same time gain more
+    (14.27879, -137.60954, 455.7784, -584.51917, 253.97161),
+    (5.36213, -12.31204, 10.76515, -3.73461, 0.44317),
 )
 SMALLEST = 1e-36  # a Gram matrix below counts as zero
 ROUNDING = 1.001  # the bound of the largest eigenvalue is met by a matrix of rank 1: a little above it

@@ -23,7 +23,7 @@ from allforce.distributed.comm import SerialComm
 from allforce.errors import UserError
 from allforce.logs import log
 from allforce.models.sel import sel_auto
-from allforce.train.recipe import LEAST, LOSS, OPTIMIZER, RATE
+from allforce.train.recipe import LEAST, OPTIMIZER, RATE, with_loss
 
 RCUT = 6.0
 ATOMS = 256  # of a batch, at least: the update costs the same for more, and with few atoms it is most of the step
@@ -155,17 +155,18 @@ def draft(type_map: list[str], training: list[str], validation: list[str], runs:
         },
         "learning_rate": RATE,
         "optimizer": OPTIMIZER,
-        "loss": {
-            "type": "ener",
-            **LOSS,
-            "_prefactors": "forces first, energies at the end",
-            "start_pref_e": 0.02,
-            "limit_pref_e": 1,
-            "start_pref_f": 1000,
-            "limit_pref_f": 1,
-            "start_pref_v": virial,
-            "limit_pref_v": 1.0 if virial else 0.0,
-        },
+        "loss": with_loss(
+            {
+                "type": "ener",
+                "_prefactors": "forces first, energies at the end",
+                "start_pref_e": 0.02,
+                "limit_pref_e": 1,
+                "start_pref_f": 1000,
+                "limit_pref_f": 1,
+                "start_pref_v": virial,
+                "limit_pref_v": 1.0 if virial else 0.0,
+            }
+        ),
         "training": {**data, "numb_steps": 2 * TRIED, "seed": 1, "disp_freq": TRIED, "save_freq": 2 * TRIED},
     }
 

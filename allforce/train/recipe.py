@@ -13,7 +13,13 @@ LEAST = 300  # steps
 
 RATE: dict[str, Any] = {"type": "cosine", "start_lr": 0.04, "stop_lr": 0.0, "scale_by_worker": "none"}
 OPTIMIZER: dict[str, Any] = {"type": "HybridMuon", "adam_beta1": 0.95, "adam_beta2": 0.95}
-LOSS: dict[str, Any] = {"schedule": "step"}
+FORCES = 20  # times the weight of energies that forces have at the end, at least
+
+
+def with_loss(loss: dict[str, Any]) -> dict[str, Any]:
+    """Weights by steps; forces, if they are learned, keep some weight to the end."""
+    least = FORCES * loss["limit_pref_e"] if loss["start_pref_f"] else 0
+    return {**loss, "schedule": "step", "limit_pref_f": max(loss["limit_pref_f"], least)}
 
 
 def with_recipe(old: Input, name: str) -> tuple[Input, list[str]]:
@@ -31,7 +37,7 @@ def with_recipe(old: Input, name: str) -> tuple[Input, list[str]]:
     else:
         training["numb_epoch"] = training["numb_epoch"] / FEWER
     data = {**data, "training": training, "learning_rate": RATE, "optimizer": OPTIMIZER}
-    data["loss"] = {**data["loss"], **LOSS}
+    data["loss"] = with_loss(data["loss"])
     new = parse_input(data, f"{name} with the recipe")
     return new, changes(before, normalised(new))
 
