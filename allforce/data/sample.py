@@ -20,7 +20,7 @@ from allforce.data.stat_file import StatFile
 from allforce.data.system import System
 from allforce.distributed.comm import Comm
 from allforce.errors import UserError
-from allforce.neighbors import Pairs, check_distances, neighbor_counts, neighbor_list
+from allforce.neighbors import Pairs, crowding, neighbor_list
 
 ITEM = TypeVar("ITEM")
 AT_ONCE = 64  # frames that are read before their neighbours are counted
@@ -132,10 +132,8 @@ def count_neighbors(
     least, most = np.inf, np.zeros(ntypes)
 
     def look(frame: Frame, where: str) -> tuple[float, np.ndarray]:
-        i, j, r = neighbor_list(frame.coord, frame.cell, rcut, where=where)
         types = np.zeros_like(frame.type) if mixed else frame.type
-        nearest = check_distances(i, j, r, where, frame.order)
-        return nearest, neighbor_counts(i, j, types, len(types), ntypes).max(axis=0, initial=0)
+        return crowding(frame.coord, frame.cell, rcut, types, ntypes, where, frame.order)
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # the libraries compute without Python's lock
         for begin in range(0, len(frames), AT_ONCE):

@@ -7,7 +7,7 @@ from ase import Atoms
 from ase.build import bulk
 
 from allforce.errors import UserError
-from allforce.neighbors import check_distances, limit_neighbors, neighbor_list
+from allforce.neighbors import check_distances, crowding, limit_neighbors, neighbor_counts, neighbor_list
 
 CELLS = {
     "cubic": np.eye(3) * 7.0,
@@ -82,6 +82,27 @@ def test_atoms_on_one_place():
     with pytest.raises(UserError, match="box, frame 7: atoms 12 and 10 .*1.0e-04 Å"):
         check_distances(*edges, "box, frame 7", order=np.array([12, 11, 10]))
     assert check_distances(*neighbor_list(coord[:2], None, 9.0), "") == pytest.approx(75**0.5)
+
+
+@pytest.mark.parametrize("rcut", [1.5, 4.2])
+@pytest.mark.parametrize("natoms", [1, 2, 9, 40])
+@pytest.mark.parametrize("name", CELLS)
+def test_crowding_is_that_of_the_full_list(name, natoms, rcut):
+    """To the last bit, also where atoms see their own images: what a run tells of its data is written to models."""
+    rng = np.random.default_rng(natoms)
+    coord, types = rng.uniform(-3, 9, (natoms, 3)), rng.integers(0, 3, natoms)
+    i, j, r = neighbor_list(coord, CELLS[name], rcut)
+    most = neighbor_counts(i, j, types, natoms, 3).max(axis=0)
+    nearest, found = crowding(coord, CELLS[name], rcut, types, 3, "")
+    assert nearest == check_distances(i, j, r, "") and found.tolist() == most.tolist()
+
+
+def test_crowding_of_atoms_on_one_place_and_of_none():
+    coord, types = np.array([[1.0, 1, 1], [4, 4, 4], [4, 4, 4]]), np.zeros(3, dtype=int)
+    with pytest.raises(UserError, match="box, frame 7: atoms 11 and 10"):
+        crowding(coord, None, 2.0, types, 1, "box, frame 7", order=np.array([12, 11, 10]))
+    nearest, most = crowding(coord[:0], None, 2.0, types[:0], 2, "")
+    assert nearest == np.inf and most.tolist() == [0, 0]
 
 
 def test_sel_keeps_the_nearest_of_each_type():
