@@ -2,40 +2,63 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import sys
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from allforce.errors import UserError
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Imports. They make half a million objects that stay: to search these for garbage again and again, meanwhile and
+    later, would take half as long as the imports themselves."""
+    first = "torch" not in sys.modules
+    gc.disable()
+    try:
+        yield
+    finally:
+        if first:
+            gc.freeze()
+        gc.enable()
 
 
 def train(args: Namespace) -> int:
     from allforce.distributed.orphans import end_with_launcher
 
     end_with_launcher()
-    from allforce.train.torch_calls import check_torch
+    from allforce.train.local import check_arguments, starts_workers, train_with_workers
 
-    check_torch()
-    from allforce.train.entry import train
+    check_arguments(args)
+    if starts_workers(args):  # this process waits for them, and needs no torch for that
+        return train_with_workers(args)
+    with loading():
+        from allforce.train.torch_calls import check_torch
 
+        check_torch()
+        from allforce.train.entry import train
     return train(args)
 
 
 def doctor(args: Namespace) -> int:
-    from allforce.train.doctor import doctor
-
+    with loading():
+        from allforce.train.doctor import doctor
     return doctor(args)
 
 
 def init(args: Namespace) -> None:
-    from allforce.train.init import init
-
+    with loading():
+        from allforce.train.init import init
     init(args.DATA, args.time, args.output)
 
 
 def scaling_test(args: Namespace) -> None:
-    from allforce.train.predict import network_of
-    from allforce.train.scaling import scaling_test
-
+    with loading():
+        from allforce.train.predict import network_of
+        from allforce.train.scaling import scaling_test
     workers, predict = (_numbers(name, getattr(args, name)) for name in ("workers", "predict"))
     if predict and args.strong:
         raise UserError("--predict is about workers with a micro-batch each: leave --strong out.")
@@ -73,10 +96,10 @@ def report(args: Namespace) -> None:
 
 
 def test(args: Namespace) -> None:
-    from allforce import logs
-    from allforce.infer.test import run_test
-    from allforce.infer.workers import all_workers
-
+    with loading():
+        from allforce import logs
+        from allforce.infer.test import run_test
+        from allforce.infer.workers import all_workers
     workers = all_workers()
     if workers.size > 1:
         logs.setup(args.log_level, args.log_path, comm=workers.comm)
@@ -92,41 +115,41 @@ def test(args: Namespace) -> None:
 
 
 def freeze(args: Namespace) -> None:
-    from allforce.infer.freeze import freeze
-
+    with loading():
+        from allforce.infer.freeze import freeze
     freeze(args.checkpoint_folder, args.output)
 
 
 def show(args: Namespace) -> None:
-    from allforce.infer.show import show
-
+    with loading():
+        from allforce.infer.show import show
     show(args.INPUT, args.ATTRIBUTES)
 
 
 def neighbor_stat(args: Namespace) -> None:
-    from allforce.infer.neighbor_stat import neighbor_stat
-
+    with loading():
+        from allforce.infer.neighbor_stat import neighbor_stat
     neighbor_stat(args.system, args.rcut, args.type_map, args.mixed_type)
 
 
 def model_devi(args: Namespace) -> None:
-    from allforce.infer.devi import model_devi
-
+    with loading():
+        from allforce.infer.devi import model_devi
     relative = {"relative": args.relative, "relative_v": args.relative_v}
     model_devi(args.models, args.system, args.output, args.frequency, args.real_error, args.atomic, **relative)
 
 
 def eval_desc(args: Namespace) -> None:
-    from allforce.infer.desc import eval_desc
-
+    with loading():
+        from allforce.infer.desc import eval_desc
     eval_desc(args.model, args.system, args.datafile, args.output, args.dtype)
 
 
 def lammps(args: Namespace) -> None:
-    from allforce import logs
-    from allforce.infer.lammps import run_script
-    from allforce.infer.workers import all_workers
-
+    with loading():
+        from allforce import logs
+        from allforce.infer.lammps import run_script
+        from allforce.infer.workers import all_workers
     workers = all_workers()
     if workers.size > 1:
         logs.setup(args.log_level, args.log_path, comm=workers.comm)
@@ -135,21 +158,21 @@ def lammps(args: Namespace) -> None:
 
 
 def ipi(args: Namespace) -> None:
-    from allforce.infer.ipi import serve_forces
-
+    with loading():
+        from allforce.infer.ipi import serve_forces
     serve_forces(args.model, args.structure, args.unix, args.address, args.allow_remote)
 
 
 def change_bias(args: Namespace) -> None:
-    from allforce.infer.bias import change_bias
-
+    with loading():
+        from allforce.infer.bias import change_bias
     data = {"system": args.system, "datafile": args.datafile, "bias_value": args.bias_value}
     change_bias(args.INPUT, **data, numb_batch=args.numb_batch, mode=args.mode, output=args.output)
 
 
 def doc_train_input(args: Namespace) -> None:
-    from allforce.config.reference import json_schema, reference_markdown
-
+    with loading():
+        from allforce.config.reference import json_schema, reference_markdown
     if args.out_type == "markdown":
         print(reference_markdown())
     else:

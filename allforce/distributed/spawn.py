@@ -19,10 +19,7 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-import torch
-
 from ..errors import UserError
-from .devices import choose_threads, physical_cores
 from .launch import LOST, World, detect, scrubbed
 
 LINE = "ALLFORCE_LINE_FD"
@@ -37,6 +34,10 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def worker_count(text: str) -> int:
     """`auto`: one per GPU, or the cores divided by the threads each worker is to have (OMP_NUM_THREADS, else 1)."""
     if text == "auto":
+        import torch  # here, because whoever waits for a given number of workers has no use for it
+
+        from .devices import choose_threads, physical_cores
+
         if torch.cuda.device_count():
             return torch.cuda.device_count()
         cores = physical_cores(os.sched_getaffinity(0))

@@ -24,7 +24,7 @@ from allforce.distributed.launch import LOST, World, detect
 from allforce.distributed.mpi_profile import write_profile
 from allforce.distributed.profile import CountedComm
 from allforce.distributed.shared import HostComm
-from allforce.distributed.spawn import report, run_local_workers, worker_count
+from allforce.distributed.spawn import report
 from allforce.errors import UserError, file_problem
 from allforce.files import checkpoint
 from allforce.logs import CollectHandler, log
@@ -42,17 +42,7 @@ DYNAMIC = "DYNAMIC"  # a value of HOROVOD_TIMELINE
 
 
 def train(args: Namespace) -> int:
-    """Start workers of our own, or be one of those a launcher started, or train alone."""
-    if args.use_pretrain_script and not (args.init_model or args.init_frz_model or args.finetune):
-        raise UserError("--use-pretrain-script needs a model: --finetune, --init-model or --init-frz-model.")
-    if args.world_size is not None and not args.dry_run:
-        raise UserError("--world-size belongs to --dry-run; the launcher or --workers says how many train.")
-    if args.workers is not None and (worker_count(args.workers) > 1 or detect().size > 1):
-        begun, words = time.time(), without(args.argv, "--workers", "--max-restarts")
-        command = [sys.executable, "-m", "allforce", *words]
-        return run_local_workers(args.workers, command, args.max_restarts, lambda: resumed(args.INPUT, command, begun))
-    if args.max_restarts:
-        raise UserError("--max-restarts belongs to --workers; other launchers have an option of their own.")
+    """Be one of the workers that a launcher or `local.py` started, or train alone."""
     signal.signal(TABLE, signal.SIG_IGN)  # a question before there is an answer does not end the run
     world = detect()
     device, threads = devices.setup(world)
@@ -295,24 +285,3 @@ def give_up(error: BaseException, comm: CountedComm, collector: CollectHandler |
         print(text, file=sys.stderr, flush=True)
     comm.abort(code)
     return code
-
-
-def resumed(path: str, command: list[str], begun: float) -> list[str]:
-    """The command that goes on from the newest intact checkpoint written since `begun`, else the same again."""
-    training = load_input(path).training
-    prefix = Path(training.save_dir or ".") / training.save_ckpt
-    if not any(path.stat().st_mtime >= begun for _, path in checkpoint.numbered(prefix)):
-        return command
-    start = ("-i", "--init-model", "-r", "--restart", "-f", "--init-frz-model", "-t", "--finetune")
-    flags = [word for word in without(command, *start) if word != "--use-pretrain-script"]
-    return [*flags, "--restart", str(checkpoint.find(prefix))]
-
-
-def without(argv: list[str], *options: str) -> list[str]:
-    """A command line without some options and their values."""
-    kept, skip = [], False
-    for word in argv:
-        if not skip and word not in options and not word.startswith(tuple(f"{o}=" for o in options)):
-            kept.append(word)
-        skip = not skip and word in options
-    return kept

@@ -7,7 +7,7 @@ import pytest
 
 from allforce import __version__, cli, logs
 from allforce.errors import UserError
-from allforce.train.entry import without
+from allforce.train.local import without
 
 
 @pytest.fixture(autouse=True)
