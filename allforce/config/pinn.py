@@ -1,6 +1,6 @@
 """Inputs of PiNN, its parameter file or dictionary, as an input of ours.
 
-    model_dir: run1                                              ─►  training/save_dir
+    model_dir: run1                                              ─►  training/save_dir, disp_file, metrics_file
     network: {name: PiNet, params: {rc: 5.0, …}}                 ─►  model
     model:   {name: potential_model, params: {use_force: true}}  ─►  model (e_dress, e_scale, …) and loss
     optimizer: {class_name: Adam, config: {…}}                   ─►  optimizer, learning_rate
@@ -51,11 +51,11 @@ def from_pinn(data: Data, where: str) -> Data:
         raise UserError(f"{where}: unknown key {unknown[0]}; in an input of PiNN are allowed: {', '.join(TOP)}.")
     network, net = _named(data, "network", where)
     name, params = _named(data, "model", where)
-    name, params = name or "potential_model", dict(params)
-    if network not in NETWORKS:
+    name = name or "potential_model"
+    if not isinstance(network, str) or network not in NETWORKS:
         raise UserError(f"{where}: network {network!r} is not known here; expected PiNet or PiNet2.")
     optimizer, rate = _optimizer(data, params, where)
-    model = _model(NETWORKS[network], dict(net), name, params, where)
+    model = _model(NETWORKS[network], net, name, params, where)
     model |= {key: data[key] for key in ("precision", "seed") if key in data}
     loss = {key: False if value is None else value for key, value in params.items() if key not in WITHOUT_EFFECT}
     loss = {key: value for key, value in loss.items() if not (key in LIMITS and value is False)}
@@ -64,7 +64,7 @@ def from_pinn(data: Data, where: str) -> Data:
     if kind == "pinn_dipole":
         loss |= _dipole_terms(name, loss)
     loss |= {key: model[key] for key in SHARED if key in model}
-    training = _training(data)
+    training = _training(data, where)
     return {
         "model": model,
         "learning_rate": rate,
@@ -77,11 +77,25 @@ def from_pinn(data: Data, where: str) -> Data:
 def _named(data: Data, key: str, where: str) -> tuple[Any, Data]:
     """Name and parameters of network or model, in the new form {name, params} or the old one, name and key_params."""
     value = data.get(key)
-    if isinstance(value, dict):
-        return value.get("name"), value.get("params") or {}
     if value is None or isinstance(value, str):
-        return value, data.get(f"{key}_params") or {}
-    raise UserError(f"{where}: {key} should have a name and params; found {type(value).__name__}.")
+        return value, section(data.get(f"{key}_params"), f"{key}_params", where)
+    named = section(value, key, where)
+    return named.get("name"), section(named.get("params"), f"{key}/params", where)
+
+
+def section(value: Any, key: str, where: str) -> Data:
+    """A copy of the keys and values at this place of the input; none when it was left out."""
+    if value is not None and not isinstance(value, dict):
+        raise UserError(f"{where}: {key} should be keys with values; found {str(value)[:60]!r}.")
+    return dict(value or {})
+
+
+def _number(value: Any) -> Any:
+    """A text that is a number as that number; all else is left to the schema."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def _model(network: str, net: Data, name: str, params: Data, where: str) -> Data:
@@ -96,12 +110,12 @@ def _model(network: str, net: Data, name: str, params: Data, where: str) -> Data
         raise UserError(f"{where}: network/params/atom_types: found {types}; expected a list of atomic numbers.")
     net["type_map"] = [SYMBOLS[number] for number in types]
     if name == "potential_model":
-        dress = params.pop("e_dress", {}) or {}
-        keys: Data = {"e_dress": {str(element): float(energy) for element, energy in dress.items()}}
-        keys |= {key: float(params.pop(key)) for key in POTENTIAL_KEYS if key in params}
+        dress = section(params.pop("e_dress", None), "model/params/e_dress", where)
+        keys: Data = {"e_dress": {str(element): _number(energy) for element, energy in dress.items()}}
+        keys |= {key: _number(params.pop(key)) for key in POTENTIAL_KEYS if key in params}
         return {"type": network, **net, **keys}
-    kind = "dipole" if name == "dipole_model" else name.removesuffix("_dipole_model")
-    if kind == name:
+    kind = "dipole" if name == "dipole_model" else str(name).removesuffix("_dipole_model")
+    if kind == str(name):
         raise UserError(f"{where}: model {name!r} is not known here; expected potential_model or *_dipole_model.")
     keys = {key: params.pop(key) for key in DIPOLE_KEYS if key in params}
     return {"type": f"{network}_dipole", **net, "kind": kind, **keys}
@@ -130,15 +144,15 @@ def _refused(loss: Data, where: str) -> tuple[str, ...]:
 def _optimizer(data: Data, params: Data, where: str) -> tuple[Data, Data]:
     """Optimizer and learning rate; PiNN's default where none is given, the older form's keys leave `params`."""
     old = {key: params.pop(key) for key in OLD_OPTIMIZER if key in params}
-    given = data.get("optimizer")
-    if given is None and "model_params" in data:
+    if data.get("optimizer") is None and "model_params" in data:
         decay = old.get("decay_rate", 0.999) if old.get("use_decay", True) else 1.0
         clip = {"global_clipnorm": old.get("norm_clip", 0.01)} if old.get("use_norm_clip", True) else {}
         schedule = (old.get("learning_rate", 3e-4), old.get("decay_step", 10000), decay, True)
         return {"type": "KerasAdam", **clip}, _decay(*schedule)
-    if given is None:
+    if data.get("optimizer") is None:
         return {"type": "KerasAdam", "clipnorm": 0.01}, _decay(3e-4, 10000, 0.994, False)
-    name, config = given.get("class_name"), dict(given.get("config") or {})
+    given = section(data["optimizer"], "optimizer", where)
+    name, config = given.get("class_name"), section(given.get("config"), "optimizer/config", where)
     if name != "Adam":
         raise UserError(f"{where}: optimizer {name!r} of Keras is not known here; expected Adam.")
     rate = config.pop("learning_rate", 0.001)
@@ -146,7 +160,7 @@ def _optimizer(data: Data, params: Data, where: str) -> tuple[Data, Data]:
         if rate.get("class_name") != "ExponentialDecay":
             found = rate.get("class_name")
             raise UserError(f"{where}: the schedule {found!r} of Keras is not known here; expected ExponentialDecay.")
-        c = rate.get("config") or {}
+        c = section(rate.get("config"), "optimizer/config/learning_rate/config", where)
         schedule = (
             c.get("initial_learning_rate"),
             c.get("decay_steps"),
@@ -169,14 +183,14 @@ def _decay(start: Any, steps: Any, rate: Any, staircase: bool) -> Data:
     return {"type": "exp", "start_lr": start, "stop_lr": 0.0, **form}
 
 
-def _training(data: Data) -> Data:
+def _training(data: Data, where: str) -> Data:
     """What PiNN's command line has as options, with its defaults."""
     training = {
         "numb_steps": 1000000,
         "disp_freq": 1000,
         "save_freq": 10000,
         "max_ckpt_keep": 1,
-        **(data.get("training") or {}),
+        **section(data.get("training"), "training", where),
     }
     if "numb_epoch" in training:
         training.pop("numb_steps")
@@ -184,6 +198,15 @@ def _training(data: Data) -> Data:
     if "validation_data" not in training and Path("eval.yml").exists():
         training["validation_data"] = {"systems": "eval.yml", "batch_size": "mixed:10"}
     training.setdefault("parallel", bool(data.get("parallel", False)))
-    if data.get("model_dir"):
-        training.setdefault("save_dir", str(data["model_dir"]))
+    if folder := model_dir(data, where):
+        files = {"disp_file": "lcurve.out", "metrics_file": "metrics.jsonl"}
+        training = {"save_dir": folder, **{key: f"{folder}/{name}" for key, name in files.items()}, **training}
     return training
+
+
+def model_dir(data: Data, where: str) -> str | None:
+    """The folder of the model; None when the parameters name none."""
+    folder = data.get("model_dir")
+    if folder is not None and not isinstance(folder, (str, Path)):
+        raise UserError(f"{where}: model_dir should be the name of a folder; found {str(folder)[:60]!r}.")
+    return str(folder) if folder else None

@@ -10,8 +10,9 @@ s_data), in Å, eV, eV/Å, each frame read when its turn comes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import ase.data
@@ -30,29 +31,36 @@ SPLIT = {"train": 8, "vali": 1, "test": 1}
 class Share(list):
     """The part of a list that a worker has; it remembers the whole."""
 
-    def __init__(self, whole: Sequence, rank: int, size: int):
+    def __init__(self, whole: Sequence[Any], rank: int, size: int):
         self.whole = list(whole)
         places = partition(list(range(len(self.whole))), rank, size)
         self.start = places[0]
         super().__init__(self.whole[k] for k in places)
 
 
-def distribute_data(*lists: Sequence[str]) -> list[Share]:
+Files = str | Path | Iterable[str | Path]
+
+
+def _listed(files: Files) -> list:
+    return [files] if isinstance(files, (str, Path)) else files if isinstance(files, Share) else list(files)
+
+
+def distribute_data(*lists: Files) -> list[Share]:
     """This worker's chunk of each list: contiguous, the first len % size workers have one entry more."""
-    world = detect()
-    check_lengths({f"list {k}": entries for k, entries in enumerate(lists)}, "distribute_data")
-    if lists and len(lists[0]) < world.size:
+    world, whole = detect(), [_listed(files) for files in lists]
+    check_lengths({f"list {k}": entries for k, entries in enumerate(whole)}, "distribute_data")
+    if whole and len(whole[0]) < world.size:
         raise UserError(
-            f"distribute_data: {len(lists[0])} file(s) for {world.size} workers, some would have none. Use at most as"
+            f"distribute_data: {len(whole[0])} file(s) for {world.size} workers, some would have none. Use at most as"
             " many workers as files, or give all workers all files and leave distribute_data out"
         )
-    return [Share(entries, world.rank, world.size) for entries in lists]
+    return [Share(entries, world.rank, world.size) for entries in whole]
 
 
 def load_mimic(
-    mpt: str | Sequence[str],
-    trr: str | Sequence[str],
-    ener: str | Sequence[str],
+    mpt: Files,
+    trr: Files,
+    ener: Files,
     split: Any = SPLIT,
     shuffle: bool = True,
     seed: int = 0,
@@ -63,11 +71,19 @@ def load_mimic(
     With chunks of distribute_data the frames of all files are split and each worker has its files' part of every leaf:
     which frames are for training does not depend on the number of workers.
     """
-    lists = {name: [x] if isinstance(x, str) else x for name, x in (("mpt", mpt), ("trr", trr), ("ener", ener))}
+    lists = {"mpt": _listed(mpt), "trr": _listed(trr), "ener": _listed(ener)}
     check_lengths(lists, "load_mimic")
-    whole = zip(*(getattr(files, "whole", files) for files in lists.values()), strict=True)
-    first, count = getattr(lists["trr"], "start", 0), len(lists["trr"])
-    systems: list[System] = [MimicSystem(MimicFiles(*files, **how)) for files in whole]
+    first, count = 0, len(lists["trr"])
+    chunks = {name: files for name, files in lists.items() if isinstance(files, Share)}
+    if len(chunks) == len(lists):
+        first, lists = chunks["trr"].start, {name: files.whole for name, files in chunks.items()}
+        check_lengths(lists, "load_mimic, before distribute_data")
+    if not count:
+        raise UserError("load_mimic: the lists of files are empty. Expected at least one file of each kind")
+    if not how.keys() <= {"match", "energy_column", "forces"} or how.get("match", "step") not in ("step", "line"):
+        raise UserError(f'load_mimic: {how} should be match ("step" or "line"), energy_column (a number) or forces')
+    runs = zip(*lists.values(), strict=True)
+    systems: list[System] = [MimicSystem(MimicFiles(str(m), str(t), str(e), **how)) for m, t, e in runs]
     return split_frames(systems, split, shuffle, seed, range(first, first + count))
 
 
@@ -159,7 +175,21 @@ class Dataset:
 
     repeat = cache = prefetch = shuffle
 
+    def take(self, count: int) -> Dataset:
+        return replace(self, frames=self.frames[:count])
+
+    def skip(self, count: int) -> Dataset:
+        return replace(self, frames=self.frames[count:])
+
+    def map(self, *_: Any, **__: Any) -> Dataset:
+        raise UserError(
+            "Dataset.map is not offered: frames are read and their neighbours found while the training runs. Leave out"
+            " a map that prepares neighbours; what changes the data has to be written to files before"
+        )
+
 
 def sparse_batch(batch_size: int) -> Callable[[Dataset], Dataset]:
     """For Dataset.apply: so many frames in a batch."""
-    return lambda dataset: replace(dataset, batch_size=batch_size)
+    if not isinstance(batch_size, (int, np.integer)) or batch_size < 1:
+        raise UserError(f"sparse_batch: {batch_size!r} frames a batch; expected a whole number of at least 1")
+    return lambda dataset: replace(dataset, batch_size=int(batch_size))

@@ -60,7 +60,11 @@ class TrrFile:
     def read(self, k: int, names: Iterable[str]) -> dict[str, np.ndarray]:
         """These blocks of frame k, float64, in the units of the file: 3 × 3 or (n, 3)."""
         blocks = {}
-        with open(self.path, "rb", buffering=0) as file:
+        try:
+            file = open(self.path, "rb", buffering=0)
+        except OSError as error:
+            raise UserError(f"{self.where(k)} cannot be read any more ({error.strerror})") from None
+        with file:
             for name in names:
                 b = BLOCKS.index(name)
                 size, at = int(self.sizes[k, b]), int(self.data[k] + self.sizes[k, :b].sum())

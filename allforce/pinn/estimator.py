@@ -16,6 +16,7 @@ import torch
 
 from allforce import logs
 from allforce.config.load import parse_input
+from allforce.config.pinn import model_dir, section
 from allforce.config.read import read_file
 from allforce.config.schema import Input
 from allforce.data.batch import Batch
@@ -41,6 +42,7 @@ from allforce.train.datasets import fingerprint
 from allforce.train.entry import give_up, run
 from allforce.train.source import Options
 from allforce.train.start import NothingToDo
+from allforce.writing import write_whole
 
 Data = Callable[[], Dataset]
 
@@ -104,17 +106,19 @@ def _model(params: dict[str, Any] | str | Path, default: str, expected: str) -> 
     if not isinstance(own.get("model"), dict):
         own["model"] = {"name": own.get("model") or default, "params": own.get("model_params") or {}}
     name = own["model"].setdefault("name", default)
-    if expected not in name:
+    if expected not in str(name):
         raise UserError(f"{default}: the parameters name the model {name!r}; expected one with {expected} in its name.")
     return Estimator(own)
 
 
 def _plain(value: Any) -> Any:
-    """A copy of parameters without NumPy's numbers and tuples, which are no values of an input file."""
+    """A copy of parameters without NumPy's numbers, tuples and paths, which are no values of an input file."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
     return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value
 
 
@@ -123,7 +127,7 @@ class Estimator:
 
     def __init__(self, params: dict[str, Any]):
         self.params = params
-        self.model_dir = Path(params.get("model_dir") or "PiNN_model")
+        self.model_dir = Path(model_dir(params, "params") or "PiNN_model")
         self.input = self._input()
         self.trained: tuple[Model, int] | None = None  # by this process, and its steps: on all workers the same
 
@@ -132,21 +136,19 @@ class Estimator:
         systems = {"systems": "given by a script", "batch_size": f"mixed:{batch}"}
         training = {
             "numb_steps": steps,
-            "save_dir": str(self.model_dir),
-            "disp_file": str(self.model_dir / "lcurve.out"),
             "sharding": sharding,
-            **(self.params.get("training") or {}),
+            **section(self.params.get("training"), "training", "params"),
             "training_data": systems,
         }
         if held_out:
             training["validation_data"] = systems
-        return parse_input({**self.params, "training": training}, "params")
+        return parse_input({**self.params, "model_dir": self.model_dir, "training": training}, "params")
 
     @property
     def latest(self) -> Path | None:
         """The newest checkpoint of the folder, if it has one."""
-        found = checkpoint.numbered(self.model_dir / self.input.training.save_ckpt)
-        return max(found)[1] if found else None
+        prefix = self.model_dir / self.input.training.save_ckpt
+        return checkpoint.find(prefix) if checkpoint.numbered(prefix) else None
 
     @property
     def global_step(self) -> int:
@@ -204,7 +206,7 @@ class Estimator:
         text = yaml.safe_dump(self.params, sort_keys=False)
         path = self.model_dir / "params.yml"
         if not path.exists() or path.read_text() != text:
-            path.write_text(text)
+            write_whole(path, text.encode())
 
     def evaluate(self, input_fn: Data, steps: int | None = None) -> dict[str, float]:
         """PiNN's metrics over the batches of a data set: METRICS/E_MAE, METRICS/E_RMSE, …, loss, global_step."""

@@ -83,8 +83,8 @@ def collect(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise UserError(f"{folder}: is no folder. Give the one in which a training ran.")
     training = _training(folder)
-    metrics = _optional(folder / (training.get("metrics_file") or "metrics.jsonl"), read_metrics) or []
-    curve = _optional(folder / (training.get("disp_file") or "lcurve.out"), read_curve)
+    metrics = _optional(_in(folder, training.get("metrics_file") or "metrics.jsonl"), read_metrics) or []
+    curve = _optional(_in(folder, training.get("disp_file") or "lcurve.out"), read_curve)
     details = [p for kind in SHOWN for p in sorted(folder.glob(f"*.{kind}.out"))]
     parities = [p for path in details if (p := _optional(path, read_parity)) is not None]
     scalings = [s for path in sorted(folder.glob("scaling*.json")) if isinstance(s := _optional(path, read), Scaling)]
@@ -120,6 +120,11 @@ def _training(folder: Path) -> dict[str, Any]:
         return json.loads((folder / "out.json").read_text()).get("training", {})
     except (OSError, json.JSONDecodeError):
         return {}
+
+
+def _in(folder: Path, name: str) -> Path:
+    """A file that the input names, seen from where the run was started: above the folder, or in it."""
+    return path if (path := folder / name).exists() else folder / Path(name).name
 
 
 def _optional(path: Path, reader: Any) -> Any:

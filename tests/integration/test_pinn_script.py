@@ -15,7 +15,9 @@ from ase.io import read, write
 from tiny import BOX, soft_spheres
 
 from allforce import logs
+from allforce.cli import main
 from allforce.errors import UserError
+from allforce.files import checkpoint
 from allforce.pinn import (
     EvalSpec,
     TrainSpec,
@@ -73,6 +75,19 @@ def test_train_and_evaluate(frames, tmp_path):
     train_and_evaluate(potential_model(params), *specs(30))  # goes on from the folder
     assert get_model(tmp_path / "run").evaluate(specs(30)[1].input_fn)["global_step"] == 30
     assert yaml.safe_load((tmp_path / "run/params.yml").read_text())["network"]["name"] == "PiNet"
+
+
+def test_a_folder_has_everything_of_its_run(frames, tmp_path):
+    params = {**PARAMS, "model_dir": tmp_path / "run"}
+    potential_model(params).train(specs(5)[0].input_fn, max_steps=5)
+    there = {path.name for path in (tmp_path / "run").iterdir()}
+    assert there >= {"lcurve.out", "metrics.jsonl", "params.yml", "out.json", "model.ckpt-5.safetensors"}
+    assert not (tmp_path / "metrics.jsonl").exists()
+    assert main(["report", "run"]) == 0  # also where the files are named from one folder above
+    older = checkpoint.read(tmp_path / "run/model.ckpt-5.safetensors")
+    older.meta["step"] = 3
+    checkpoint.save(tmp_path / "run/model.ckpt", older, keep=5)  # a shorter run, after a longer one
+    assert get_model(tmp_path / "run").global_step == 3
 
 
 def test_predictions_and_metrics(frames, tmp_path):

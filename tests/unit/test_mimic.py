@@ -230,6 +230,13 @@ def test_truncated_trajectory(tmp_path):
             MimicSystem(files)
 
 
+def test_a_trajectory_that_goes_away(tmp_path):
+    system = MimicSystem(write_run(tmp_path, "a", run_frames(), energies_text(range(9))))
+    (tmp_path / "a.trr").unlink()
+    with pytest.raises(UserError, match=r"a\.trr: frame 1 \(step 2, .* cannot be read any more \(No such file"):
+        system.frame(1)
+
+
 def test_files_that_do_not_belong_together(tmp_path):
     files = write_run(tmp_path)
     write_mpt(tmp_path / "other.mpt", [("SOL", 2)], {"SOL": WATER})

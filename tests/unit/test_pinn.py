@@ -37,6 +37,7 @@ def test_defaults_of_pinn():
     rate = found.learning_rate
     assert (rate.start_lr, rate.decay_steps, rate.decay_rate, rate.smooth) == (3e-4, 10000, 0.994, True)
     assert found.training.save_dir == "run" and found.training.parallel is False
+    assert (found.training.disp_file, found.training.metrics_file) == ("run/lcurve.out", "run/metrics.jsonl")
     assert found.training.numb_steps == 1000000 and found.training.training_data.systems == "train.yml"
 
 
@@ -98,6 +99,15 @@ def test_dipole_models(name, kind, vector, bonds, charge):
         ({"optimizer": {"class_name": "EKF", "config": {}}}, "optimizer 'EKF' of Keras is not known here"),
         ({"optimizer": {"class_name": "Adam", "config": {"amsgrad": True}}}, "amsgrad is True; only False"),
         ({"batch": 3}, "unknown key batch"),
+        ({"network": {"name": ["PiNet"]}}, "network ['PiNet'] is not known here"),
+        ({"network": {"name": "PiNet", "params": [4.5]}}, "network/params should be keys with values; found '[4.5]'"),
+        ({"model": {"name": 3}}, "model 3 is not known here"),
+        ({"model": {"params": {"e_dress": "none"}}}, "model/params/e_dress should be keys with values; found 'none'"),
+        ({"model": {"params": {"e_dress": {8: "x"}}}}, "model/e_dress"),
+        ({"model": {"params": {"e_scale": "large"}}}, "model/e_scale"),
+        ({"optimizer": "Adam"}, "optimizer should be keys with values; found 'Adam'"),
+        ({"training": "long"}, "training should be keys with values; found 'long'"),
+        ({"model_dir": 3}, "model_dir should be the name of a folder; found '3'"),
         ({"network": {"name": "PiNet"}, "model": {"name": "AD_dipole_model"}}, "model/kind"),
     ],
 )

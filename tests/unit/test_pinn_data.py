@@ -41,6 +41,37 @@ def test_lists_that_cannot_be_distributed(monkeypatch):
         distribute_data(list("ab"), list("ab"))
 
 
+def test_files_in_other_forms(runs, monkeypatch):
+    """Paths, one file without a list, generators; a chunk that a script made a plain list of."""
+    paths = [[Path(file) for file in files] for files in runs]
+    assert names(load_mimic(*paths)["train"]) == names(load_mimic(*runs)["train"])
+    assert len(load_mimic(*(files[0] for files in paths), split=1)) == 4
+    worker(monkeypatch, 1, 2)
+    mpt, trr, ener = distribute_data(*(iter(files) for files in paths))
+    assert trr == paths[1][2:]
+    assert len(load_mimic(mpt, list(trr), ener, split=1)) == 6
+    with pytest.raises(UserError, match="load_mimic, before distribute_data: .* found 3 in mpt, 2 in trr"):
+        load_mimic(mpt, distribute_data(paths[1][:2])[0], ener)
+
+
+def test_mistakes_are_told(runs):
+    for how in ({"match": "name"}, {"column": 3}):
+        with pytest.raises(UserError, match="should be match"):
+            load_mimic(*runs, **how)
+    with pytest.raises(UserError, match="empty"):
+        load_mimic([], [], [])
+    for size in (0, 2.5, "ten"):
+        with pytest.raises(UserError, match="expected a whole number of at least 1"):
+            sparse_batch(size)
+    with pytest.raises(UserError, match=r"Dataset\.map is not offered"):
+        load_mimic(*runs)["train"].map(print)
+
+
+def test_a_part_of_a_data_set(runs):
+    whole = load_mimic(*runs, split=1)
+    assert whole.take(4).frames + whole.skip(4).frames == whole.frames and len(whole.take(4)) == 4
+
+
 @pytest.fixture
 def runs(tmp_path):
     files = [
