@@ -36,6 +36,8 @@ log = logging.getLogger("deepmd.lammps")
 
 FIX = "allforce"
 ENERGY = {"metal": 1.0, "real": 23.060549}  # eV in the energy of LAMMPS's units; lengths are Å in both
+SKIN = 2.0  # Å, LAMMPS's own when a script does not set it
+SINGLE = ("pe/atom", "stress/atom", "centroid/stress/atom")  # computes of single atoms, to which a fix would add 0
 VIRIAL = [0, 4, 8, 1, 2, 5]  # xx yy zz xy xz yz of a row-major 3 × 3
 WANTED = ("energy", "forces", "virial")
 
@@ -86,10 +88,10 @@ def this_rank() -> Any:
     return MPI.COMM_SELF if MPI.get_vendor()[0] in ("MPICH", "Intel MPI") else None
 
 
-def attach(lmp: Any, model: str | Path | Model | DeepPot, types: Sequence[str], skin: float | None = None) -> Forces:
+def attach(lmp: Any, model: str | Path | Model | DeepPot, types: Sequence[str], skin: float = SKIN) -> Forces:
     """Let a model give the forces of a LAMMPS that has a box. types: names of LAMMPS's types 1, 2, … in the model.
 
-    skin in Å; LAMMPS's own when left out.
+    skin: how far (Å) neighbour lists reach beyond the cutoff; LAMMPS does not tell what its command `neighbor` has set.
     """
     if lmp.extract_setting("world_size") > 1:
         raise UserError(
@@ -107,15 +109,14 @@ def attach(lmp: Any, model: str | Path | Model | DeepPot, types: Sequence[str], 
 class Forces:
     """The callback of the fix: positions of LAMMPS in, forces, energy and virial out."""
 
-    def __init__(self, lmp: Any, dp: DeepPot, types: Sequence[str], skin: float | None):
+    def __init__(self, lmp: Any, dp: DeepPot, types: Sequence[str], skin: float):
         self.lmp, self.dp = lmp, dp
         units = lmp.extract_global("units")
         if units not in ENERGY:
             raise UserError(f"LAMMPS has units {units}; expected {' or '.join(ENERGY)}.")
         self.energy_unit = ENERGY[units]
         self.types = model_types(types, lmp.extract_setting("ntypes"), dp.get_type_map())
-        own = lmp.extract_global("neigh_skin") if skin is None else skin
-        self.steps = Steps(dp, float(own) if own else 2.0)
+        self.steps = Steps(dp, skin)
         self.error: Exception | None = None
 
     def __call__(self, caller: Any, step: int, nlocal: int, tag: np.ndarray, x: np.ndarray, f: np.ndarray) -> None:
@@ -187,7 +188,7 @@ def run_script(model: str, script: str, variables: Sequence[Sequence[str]] = (),
     lmp = new_lammps(["-log", log_file, *arguments], alone=dp.workers.size > 1)
     with TemporaryDirectory() as folder:
         _run(lmp, before, Path(folder, "before.lammps"), script)
-        forces = attach(lmp, dp, types)
+        forces = attach(lmp, dp, types, skin_of(text))
         _run(lmp, after, Path(folder, "after.lammps"), script)
         forces.check()
     lmp.close()
@@ -203,10 +204,23 @@ def _run(lmp: Any, text: str, path: Path, script: str) -> None:
         raise UserError(f"{script}: LAMMPS says: {str(error).strip()}") from None
 
 
+def commands_of(text: str) -> tuple[list[str], list[list[str]]]:
+    """The lines of a script, and the words of each; a line may go on in the next."""
+    lines = re.sub(r"&[ \t]*\n", " ", text).splitlines(keepends=True)
+    return lines, [line.partition("#")[0].split() for line in lines]
+
+
+def skin_of(text: str) -> float:
+    """That of the last command `neighbor`, if it is a plain number."""
+    given = [w[1] for w in commands_of(text)[1] if w[:1] == ["neighbor"] and len(w) > 1]
+    with suppress(ValueError, IndexError):
+        return float(given[-1])
+    return SKIN
+
+
 def split_script(text: str, name: str, rcut: float) -> tuple[str, list[str], str]:
     """The script up to its pair_coeff, with pair_style zero, the names of the types, and the rest."""
-    lines = re.sub(r"&[ \t]*\n", " ", text).splitlines(keepends=True)  # a line may go on in the next
-    words = [line.partition("#")[0].split() for line in lines]
+    lines, words = commands_of(text)
     styles = [n for n, w in enumerate(words) if w[:1] == ["pair_style"]]
     coeffs = [n for n, w in enumerate(words) if w[:1] == ["pair_coeff"]]
     if len(styles) != 1 or words[styles[0]][1:] != ["allforce"] or len(coeffs) != 1 or coeffs[0] < styles[0]:
@@ -219,5 +233,11 @@ def split_script(text: str, name: str, rcut: float) -> tuple[str, list[str], str
         raise UserError(f"{name}, line {coeff + 1}: expected `pair_coeff * * NAME …`, found {lines[coeff].strip()!r}.")
     if any(w[:1] == ["clear"] for w in words[coeff:]):
         raise UserError(f"{name}: `clear` after pair_coeff would take the model away. Use one script for each system.")
+    for w in words:
+        if w[:1] == ["compute"] and w[3:4] and w[3] in SINGLE and w[5:] != ["ke"]:
+            raise UserError(
+                f"{name}: `{' '.join(w)}` would be 0 for what the model gives, which has no energies and virials of "
+                "single atoms in LAMMPS. Leave it out; `DeepPot.eval(…, atomic=True)` has them."
+            )
     lines[style] = f"pair_style zero {rcut} nocoeff\n"
     return "".join(lines[:coeff]) + "pair_coeff * *\n", words[coeff][3:], "".join(lines[coeff + 1 :])

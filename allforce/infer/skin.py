@@ -16,11 +16,13 @@ from ase.geometry import complete_cell
 from allforce.data.batch import Batch, Frame
 from allforce.data.blocks import pairs_of_block, part_of
 from allforce.data.loader import collate, collate_parts, float_tensor, int_tensor
+from allforce.errors import UserError
 from allforce.infer.evaluate import Evaluator
 from allforce.infer.predict import DEFAULT
 from allforce.infer.workers import divisible
 from allforce.neighbors import TOUCHING, Pairs, check_distances, neighbor_list, pairs_within
 
+LEAST = 1e-6  # Å, so that a list serves the frame it was made of in spite of rounding
 PERIODIC = np.array([True, True, True])
 
 
@@ -83,7 +85,9 @@ class Steps:
     """
 
     def __init__(self, evaluator: Evaluator, skin: float = 1.0, wanted: Collection[str] = DEFAULT):
-        self.evaluator, self.skin, workers = evaluator, skin, evaluator.workers
+        if not isinstance(skin, (int, float, np.number)) or not 0 <= skin < np.inf:
+            raise UserError(f"skin: found {skin!r}; expected a number of Å, 0 or more.")
+        self.evaluator, self.skin, workers = evaluator, max(float(skin), LEAST), evaluator.workers
         self.splits = workers.size > 1 and divisible(evaluator.model, wanted)
         self.block = (workers.rank, workers.size) if self.splits else (0, 1)
         self.rebuilds = 0  # neighbour lists built so far

@@ -21,7 +21,7 @@ from allforce.errors import UserError
 from allforce.files.model_file import save_model
 from allforce.infer.ase import DP
 from allforce.infer.committee import Deviation, SimulationStopped
-from allforce.infer.lammps import attach, model_types, new_lammps, split_script
+from allforce.infer.lammps import attach, model_types, new_lammps, skin_of, split_script
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from make import small_model  # noqa: E402
@@ -50,7 +50,7 @@ def structure(cell=TRICLINIC, pbc=True, n: int = 14, seed: int = 1) -> Atoms:
     return atoms
 
 
-def lammps_with(model: str, atoms: Atoms, folder: Path, units: str = "metal", skin: float | None = None):
+def lammps_with(model: str, atoms: Atoms, folder: Path, units: str = "metal", skin: float = 2.0):
     boundary = " ".join("p" if p else "m" for p in atoms.pbc)
     write(folder / "data.lmp", atoms, format="lammps-data", specorder=["H", "O"], masses=True, units=units)
     lmp = new_lammps(["-screen", "none"])
@@ -201,6 +201,8 @@ def test_scripts_that_cannot_be():
         "pair_style lj/cut 3\npair_coeff * * 1 1\n": "expected one line `pair_style allforce`",
         "pair_style allforce\npair_coeff 1 1 O\n": "found 'pair_coeff 1 1 O'",
         "pair_style allforce\npair_coeff * * O\nclear\n": "`clear` after pair_coeff",
+        "pair_style allforce\npair_coeff * * O\ncompute e all pe/atom\n": "`compute e all pe/atom` would be 0",
+        "pair_style allforce\npair_coeff * * O\ncompute s all stress/atom NULL\n": "would be 0",
     }.items():
         with pytest.raises(UserError, match=words):
             split_script(text, "in.x", 6.0)
@@ -208,6 +210,30 @@ def test_scripts_that_cannot_be():
         model_types(["O", "X"], 2, ["O", "H"])
     with pytest.raises(UserError, match=r"LAMMPS has 2 type\(s\)"):
         model_types(["O"], 2, ["O", "H"])
+
+
+def test_the_skin_of_a_script(model):
+    kinetic = "pair_style allforce\npair_coeff * * O\ncompute s all stress/atom NULL ke\n"
+    assert split_script(kinetic, "in.x", 6.0)[1] == ["O"]
+    assert skin_of(kinetic) == 2.0  # LAMMPS's own for these units
+    assert skin_of("neighbor 1.0 bin\n# neighbor 5.0 bin\nneighbor &\n 0.3 bin\n") == 0.3
+    assert skin_of("neighbor ${skin} bin\n") == 2.0
+    for skin in (-1.0, float("nan"), "x"):
+        with pytest.raises(UserError, match="expected a number of Å, 0 or more"):
+            DP(model, skin=skin)
+
+
+def test_a_list_for_every_step(model):
+    """Without a skin every move needs a new list; the frame it was made of does not."""
+    atoms = structure()
+    atoms.calc, kept = DP(model, skin=0), DP(model)
+    for n in range(1, 5):
+        atoms.rattle(0.01, seed=n)
+        expected = kept.get_property("forces", atoms)
+        np.testing.assert_allclose(atoms.get_forces(), expected, rtol=0, atol=1e-10)
+        atoms.calc.reset()
+        atoms.get_potential_energy()
+        assert atoms.calc.steps.rebuilds == n and kept.steps.rebuilds == 1
 
 
 IPI = """<simulation verbosity='quiet'>
