@@ -65,6 +65,8 @@ class DP(Calculator):
     ):
         super().__init__(label=label, **kwargs)
         models: Sequence[Any] = model if isinstance(model, list | tuple) else [model]
+        if not models:
+            raise UserError("DP: the list of models is empty. Expected a model, or several for a committee.")
         self.members = [m if isinstance(m, Evaluator) else evaluator_of(m, table, parallel) for m in models]
         self.dp = self.members[0]
         self.workers = self.dp.workers
@@ -138,7 +140,7 @@ class DP(Calculator):
 
     def _frame(self, atoms: Atoms) -> Frame:
         if self._numbers is None or not np.array_equal(self._numbers, atoms.numbers):
-            self._types, self._numbers = self._types_of(atoms), atoms.numbers.copy()
+            self._types, self._numbers = self.types_of(atoms), atoms.numbers.copy()
         aparam = atoms.info.get("aparam", atoms.arrays.get("aparam"))
         width, n = self.dp.get_dim_aparam(), len(atoms)
         frame = Frame(
@@ -152,7 +154,8 @@ class DP(Calculator):
         )
         return self.dp.checked(frame)
 
-    def _types_of(self, atoms: Atoms) -> np.ndarray:
+    def types_of(self, atoms: Atoms) -> np.ndarray:
+        """(n,) types of the model, by the elements of the atoms."""
         symbols = atoms.get_chemical_symbols()
         unknown = sorted({s for s in symbols if s not in self.type_dict})
         if unknown:

@@ -31,6 +31,8 @@ def force_deviation(forces: np.ndarray) -> np.ndarray:
 def check_alike(members: Sequence[Evaluator]) -> None:
     """Models of a committee see the same edges: equal types, cutoff, limits on neighbours and parameters."""
     first = members[0]
+    if len(members) > 1 and not all("forces" in member.model.outputs for member in members):
+        raise UserError("A committee is of models that give forces; found one that predicts something else.")
     for other in members[1:]:
         if other.get_type_map() != first.get_type_map() or other.needs != first.needs:
             raise UserError(

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +24,9 @@ from allforce.errors import UserError
 from allforce.files.model_file import save_model
 from allforce.infer.ase import DP
 from allforce.infer.committee import Deviation, SimulationStopped
+from allforce.infer.ipi import serve_forces
 from allforce.infer.lammps import attach, model_types, new_lammps, skin_of, split_script
+from allforce.models import MODELS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from make import small_model  # noqa: E402
@@ -295,6 +300,46 @@ def test_ipi_only_on_this_machine(model, tmp_path):
         assert done.returncode == 2 and words in done.stderr, done.stderr
 
 
+POSITIONS = (np.eye(3) * 20).tobytes() * 2
+STRANGERS = {  # what somebody sends who is not i-PI, or not the right one -> what is said
+    b"HTTP/1.1 400 Bad Request": "i-PI is not what listens there: it sent b'HTTP/1.1 400'",
+    b"\x00\xff" * 20: "i-PI is not what listens there",
+    b"GETFORCE    ": "i-PI is not what listens there",  # of which positions?
+    b"POSDATA     " + POSITIONS + np.int32(2**31 - 1).tobytes(): "has 14 atoms, but i-PI sends 2147483647",
+    b"POSDATA     " + np.full(18, np.nan).tobytes(): "not finite",
+}
+
+
+@pytest.mark.parametrize("number", range(len(STRANGERS)))
+def test_a_stranger_instead_of_ipi(number, model, tmp_path):
+    sent, words = list(STRANGERS.items())[number]
+    write(tmp_path / "start.xyz", structure())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection, suppress(ConnectionError):  # it hangs up
+                connection.sendall(sent)
+                connection.recv(100)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(UserError, match=words):
+            serve_forces(model, str(tmp_path / "start.xyz"), None, f"localhost:{server.getsockname()[1]}")
+        thread.join()
+
+
+def test_structures_for_ipi(model, tmp_path):
+    atoms = structure()
+    atoms.symbols[0] = "Si"
+    write(tmp_path / "si.xyz", atoms)
+    with pytest.raises(UserError, match="holds Si"):
+        serve_forces(model, str(tmp_path / "si.xyz"), "nobody_is_here", None)
+    write(tmp_path / "plain.xyz", structure(), format="xyz")
+    done = dp("ipi", "-m", model, "-s", "plain.xyz", "--unix", "nobody_is_here", folder=tmp_path, check=False)
+    assert "plain.xyz: has no cell" in done.stderr and "nobody listens there" in done.stderr
+
+
 def test_the_page(model, tmp_path):
     """The commands and the Python of docs/md.md, with the script that it shows."""
     page = (Path(__file__).parents[2] / "docs/md.md").read_text()
@@ -347,3 +392,8 @@ def test_committee(model, tmp_path):
     save_model(small_model({"sel": [60, 61]}), tmp_path / "d.dp")
     with pytest.raises(UserError, match="evaluated on one neighbour list"):
         DP([model, str(tmp_path / "d.dp")])
+    with pytest.raises(UserError, match="the list of models is empty"):
+        DP([])
+    dipoles = MODELS["pinet_dipole"](MODELS["pinet_dipole"].Config(type="pinet_dipole", type_map=["O", "H"]))
+    with pytest.raises(UserError, match="of models that give forces"):
+        DP([dipoles, dipoles])
