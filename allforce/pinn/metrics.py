@@ -11,6 +11,7 @@ from torch import Tensor
 
 from allforce.data.batch import Batch
 from allforce.distributed.comm import Comm
+from allforce.errors import UserError
 from allforce.losses import Loss
 
 LOSS_TAGS = {"e": "E", "f": "F", "s": "S", "d": "D", "q": "Q", "b": "ipred", "l2": "L2"}
@@ -38,18 +39,21 @@ class Metrics:
         self._sum("loss", torch.stack([total, torch.ones_like(total)]))
 
     def errors(self, p: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        """Label − prediction in scaled units."""
+        """Label − prediction in scaled units, of the labels that there are."""
         c, labels, out = self.config, batch.labels, {}
         if c.type == "pinn":
             s = c.e_scale / c.e_unit
-            out["E"] = labels["energy"] * c.e_scale - p["energy"] * s
-            if c.use_force:
+            if "energy" in labels:
+                out["E"] = labels["energy"] * c.e_scale - p["energy"] * s
+                if self.params.get("log_e_per_atom"):
+                    out["E_PER_ATOM"] = out["E"] / batch.natoms
+            if c.use_force and "force" in labels:
                 out["F"] = labels["force"] * c.e_scale - p["forces"] * s
-            if c.use_stress and batch.cell is not None:
+            if c.use_stress and batch.cell is not None and "virial" in labels:
                 volume = torch.linalg.det(batch.cell).abs()[:, None]
                 out["S"] = (p["virial"] * s - labels["virial"] * c.e_scale) / volume
-            if self.params.get("log_e_per_atom"):
-                out["E_PER_ATOM"] = out["E"] / batch.natoms
+            return out
+        if not self.loss.has("d", labels):
             return out
         label = self.loss.label(labels)  # type: ignore[attr-defined]
         mu = p["dipole" if c.vector_dipole else "dipole norm"].view_as(label)
@@ -71,6 +75,8 @@ class Metrics:
     def result(self, comm: Comm) -> dict[str, float]:
         """Over the batches of all workers."""
         names = sorted(set().union(*comm.gather(sorted(self.sums))))
+        if not any(name.endswith("|error") for name in names):
+            raise UserError("evaluate: the data have no frames with a label that the loss uses.")
         flat = torch.cat([self.sums.get(n, torch.zeros(3 if n.endswith("error") else 2)).double() for n in names])
         comm.all_reduce(flat)
         out: dict[str, float] = {}

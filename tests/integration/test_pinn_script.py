@@ -114,6 +114,19 @@ def test_predictions_and_metrics(frames, tmp_path):
     assert metrics["loss"] == pytest.approx(metrics["METRICS/E_LOSS"] + metrics["METRICS/F_LOSS"], rel=1e-8)
 
 
+def test_data_without_labels(frames, tmp_path):
+    model = potential_model({**PARAMS, "model_dir": str(tmp_path / "run")})
+    with pytest.raises(UserError, match="no frames with a label"):
+        model.evaluate(lambda: load_ase("data.xyz").take(0))
+    for atoms in frames:
+        atoms.calc.results.pop("forces")
+    write("energies.xyz", frames, format="extxyz")
+    assert "METRICS/F_MAE" not in model.evaluate(lambda: load_ase("energies.xyz"))
+    write("bare.xyz", [Atoms(a.symbols, a.positions, cell=a.cell, pbc=True) for a in frames], format="extxyz")
+    with pytest.raises(UserError, match="no frames with a label"):
+        model.evaluate(lambda: load_ase("bare.xyz"))
+
+
 def test_the_wrong_model_is_told():
     with pytest.raises(UserError, match="expected one with dipole in its name"):
         dipole_model({**PARAMS, "model_dir": "run"})
