@@ -44,6 +44,10 @@ V1_DATA_KEYS = (
     *("systems", "set_prefix", "batch_size", "auto_prob", "auto_prob_style"),
     *("sys_prob", "sys_probs", "sys_weights"),
 )
+V1_WITHOUT_EFFECT = (
+    "with_distrib",
+    "model_type",
+)  # at the top of its example inputs, which have training/load_ckpt too
 WARMUP_KEYS = ("warmup_steps", "warmup_ratio", "warmup_start_factor")
 OPTIMIZER_KEYS = (
     *("weight_decay", "adam_beta1", "adam_beta2", "momentum", "muon_momentum", "lr_adjust", "lr_adjust_coeff"),
@@ -118,6 +122,10 @@ def _from_v1(data: Data, notes: list[str]) -> None:
     """training/systems and its companions go under training/training_data; decay_rate becomes stop_lr."""
     notes.append("the input has the form of DeePMD-kit 1.x and was brought to the current form")
     training = data["training"]
+    ignored = [key for key in V1_WITHOUT_EFFECT if data.pop(key, None) is not None]
+    if training.pop("load_ckpt", None) is not None:
+        ignored.append("training/load_ckpt")
+    notes += [f"{key} has no effect since DeePMD-kit 2" for key in ignored]
     moved = {key: training.pop(key) for key in list(training) if key in V1_DATA_KEYS}
     if "sys_prob" in moved:
         moved["sys_probs"] = moved.pop("sys_prob")

@@ -1,7 +1,7 @@
 """The settings of DeePMD-kit's example inputs train here as they are, on small data of their kinds, for two steps.
 
-Sections and names of files are those of its examples/water, water_tensor, fparam and nopbc; only the number of steps
-and the intervals of output are smaller.
+Sections and names of files are those of its examples/water, water_tensor, dplr, fparam, nopbc, dos and property, and of
+the examples of its version 1; only the number of steps and the intervals of output are smaller.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ TENSORS = {
     "training_data": {"systems": [f"./training_data/{part}" for part in PARTS], "batch_size": "auto"},
     "validation_data": {"systems": [f"./validation_data/{part}" for part in PARTS], "batch_size": 1, "numb_btch": 3},
 }
+DPLR = {"training_data": {"systems": ["data"], "batch_size": "auto", "set_prefix": "set"} | COMMENT}
 BERYLLIUM = {
     "training_data": {
         "systems": ["../data/e3000_i2000/", "../data/e8000_i2000/"], "set_prefix": "set", "batch_size": 1
@@ -87,16 +88,57 @@ def molecules(descriptor: dict[str, Any], batch: str) -> dict:
     return {"model": model, "learning_rate": EXP | {"decay_steps": 4000}, "loss": VIRIAL, "training": training}
 
 
+def version_1(descriptor: dict[str, Any]) -> dict:
+    """All data under training, keys of old without effect, a folder of systems, the shortest names."""
+    training = {
+        "systems": ["../data/"],
+        "set_prefix": "set",
+        "batch_size": 1,
+        "numb_test": 10,
+        "load_ckpt": "model.ckpt",
+    }
+    model = {"type_map": ["O", "H"], "descriptor": descriptor, "fitting_net": NARROW}
+    rate = EXP | {"start_lr": 0.005, "stop_lr": 1.76e-7}
+    top = {"with_distrib": False, "model_type": descriptor["type"]} | COMMENT
+    return top | {"model": model, "learning_rate": rate, "loss": VIRIAL, "training": OLD | training}
+
+
+def densities(folders: list[str], descriptor: dict[str, Any]) -> dict:
+    model = {"type_map": ["Si"], "descriptor": PARAMETERS | {"sel": [90]} | descriptor}
+    model["fitting_net"] = NARROW | {"type": "dos", "numb_dos": 250, "numb_fparam": 0}
+    terms = {f"{when}_pref_{what}": 0.0 for when in ("start", "limit") for what in ("dos", "cdf", "acdf")}
+    loss = {"type": "dos", "start_pref_ados": 1.0, "limit_pref_ados": 1.0} | terms
+    data = {"systems": [f"../data/{name}" for name in folders], "set_prefix": "set", "batch_size": 1}
+    rate = {"type": "exp", "start_lr": 0.001, "stop_lr": 1e-08}
+    return {"model": model, "learning_rate": rate, "loss": loss, "training": OLD | {"training_data": data}} | COMMENT
+
+
+def bands() -> dict:
+    fitting = WIDE | {"type": "property", "intensive": True, "task_dim": 3, "property_name": "band_prop"}
+    model = {"type_map": ["H", "C", "N", "O"], "descriptor": DPA1 | {"attn_layer": 0}, "fitting_net": fitting}
+    loss = {"type": "property", "metric": ["mae"], "loss_func": "smooth_mae", "beta": 1.0} | COMMENT
+    data = {
+        "training_data": {"systems": ["../data/data_0", "../data/data_1"], "batch_size": 1} | COMMENT,
+        "validation_data": {"systems": ["../data/data_2"], "batch_size": 1} | COMMENT,
+    }
+    training = data | {"warmup_steps": 0, "gradient_max_norm": 5.0}
+    return {"model": model, "learning_rate": EXP | {"start_lr": 0.0002}, "loss": loss, "training": training}
+
+
 TEN = {"type": "exp", "start_lr": 0.01, "decay_steps": 5000}
 EXAMPLES: dict[str, dict[str, Any]] = {
     "water/se_e2_a": water(PAIRS),
     "water/se_e2_a torch": water(
         PAIRS | {"type_one_side": True}, training={"stat_file": "./se_e2_a"}, data_stat_nbatch=20
     ),
+    "water/se_e2_a epochs": water(PAIRS, training={"stat_file": "./se_e2_a.hdf5", "num_epoch": 0.5}),
+    "water/train se_a": version_1(PAIRS | {"type": "se_a"}),
+    "water/train se_r": version_1(RADIAL | {"type": "se_r"}),
     "water/se_e2_r": water(RADIAL, NARROW),
     "water/se_e3": water(ANGLES | {"sel": "auto"}, training=OLD),
     "water/se_e3 torch": water(ANGLES | {"sel": [46, 92]}, training={"stat_file": "./se_e3.hdf5"}),
     "water/se_atten": water(ATTEN | ATTENTION),
+    "water/se_atten v2": water(ATTEN | ATTENTION | {"type": "se_atten_v2", "precision": "float64"}),
     "water/se_atten torch": water(DPA1, training={"stat_file": "./dpa1.hdf5"}),
     "water/se_atten_compressible": water(ATTEN | ATTENTION | {"type": "se_atten_v2", "attn_layer": 0}),
     "water/se_atten_dpa1_compat": water(ATTEN | ATTENTION | {"stripped_type_embedding": False}),
@@ -118,10 +160,15 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "water_tensor/polar torch": tensor(
         POLAR | {"type_one_side": True}, {"type": "polar", "fit_diag": False}, TEN | {"stop_lr": 3e-7}, **SELECTED
     ),
+    "water/dplr/train": tensor(PAIRS | {"neuron": [16, 32, 64]}, {"type": "dipole", "dipole_type": [0]}, TEN)
+    | {"loss": {"type": "tensor", "pref": 0.0, "pref_atomic": 1.0}, "training": OLD | DPLR},
     "fparam/train": parameters({"type_map": ["Be"]}, {"numb_fparam": 1}),
     "fparam/train aparam": parameters({}, {"numb_aparam": 1}),
     "nopbc/train": molecules(PAIRS | MOLECULES | {"sel": [40, 80, 40], "type_one_side": True}, "auto"),
     "nopbc/mixed": molecules(ATTEN | MOLECULES, "mixed:4"),
+    "dos/train": densities(["heat-221"], {}),
+    "dos/train torch": densities([f"heat-221-reformat/{part}/" for part in PARTS], {"type_one_side": True}),
+    "property/train": bands(),
 }
 
 
@@ -159,6 +206,15 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
         system(root / "fparam/data" / name, [0] * 8, "Be", energy=1, force=24, **parameter)
     for name, types in (("C1H4O2", [0, 1, 1, 1, 1, 2, 2]), ("C3H3O4", [0] * 3 + [1] * 3 + [2] * 4)):
         system(root / "nopbc/data" / name, types, "C H O", cell=None, energy=1, force=3 * len(types))
+    system(root / "water/dplr/train/data", oxygen, "O H", atomic_dipole=3 * 3)
+    numbers = {"atomic_system": {"atom_dos": 8 * 250}, "global_system": {"dos": 250}}
+    for part, arrays in numbers.items():
+        system(root / "dos/data/heat-221-reformat" / part, [0] * 8, "Si", **arrays)
+    system(root / "dos/data/heat-221", [0] * 8, "Si", **numbers["atomic_system"], **numbers["global_system"])
+    for k in range(3):  # molecules of different composition in one system
+        kinds = np.random.default_rng(k).integers(0, 4, (3, 7)).astype(np.int32)
+        folder = root / f"property/data/data_{k}"
+        system(folder, [0] * 7, "H C N O", cell=None, real_atom_types=kinds, band_prop=3)
     return root
 
 
@@ -168,7 +224,9 @@ def test_example_of_deepmd_kit(name: str, examples: Path, monkeypatch: pytest.Mo
     where.mkdir(exist_ok=True, parents=True)
     monkeypatch.chdir(where)
     example = EXAMPLES[name]
-    short = {"numb_steps": 2, "seed": 10, "disp_file": "lcurve.out", "disp_freq": 1, "save_freq": 2}
+    short = {"seed": 10, "disp_file": "lcurve.out", "disp_freq": 1, "save_freq": 2}
+    if "num_epoch" not in example["training"]:
+        short["numb_steps"] = 2
     Path("input.json").write_text(json.dumps(example | {"training": example["training"] | short}))
     try:
         assert main(["train", "input.json"]) == 0

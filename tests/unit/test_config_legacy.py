@@ -82,6 +82,7 @@ V1: dict[str, Any] = {
         "numb_test": 10,
         "save_freq": 1000,
         "save_ckpt": "model.ckpt",
+        "load_ckpt": "model.ckpt",
         "disp_training": True,
         "time_training": True,
         "profiling": False,
@@ -117,6 +118,13 @@ def test_the_change_is_told(caplog: pytest.LogCaptureFixture) -> None:
     text = caplog.text
     assert "old.json: the input has the form of DeePMD-kit 0.x" in text
     assert "coord_norm has no effect" in text and "training/numb_test has no effect" in text
+
+
+def test_version_1_keys_without_effect_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert parse_input(V1 | {"with_distrib": False, "model_type": "se_a"}) == parse_input(V1)
+    for key in ("with_distrib", "model_type", "training/load_ckpt"):
+        assert f"{key} has no effect since DeePMD-kit 2" in caplog.text
 
 
 def test_version_0_details() -> None:
