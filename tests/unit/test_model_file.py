@@ -167,7 +167,18 @@ def test_old_files_with_unit_axes_and_missing_keys(tmp_path: Path) -> None:
     ):
         del tree["model"][part][key]
     del tree["model_def_script"], tree["@variables"]
-    (tmp_path / "m.yaml").write_text(yaml.safe_dump(tree))
+    parts = (tree["model"], tree["model"]["descriptor"], tree["model"]["fitting"])
+    for part in parts:  # one list in several places: YAML writes an anchor and refers to it
+        part["type_map"] = parts[0]["type_map"]
+    nets = tree["model"]["descriptor"]["embeddings"]["networks"] + tree["model"]["fitting"]["nets"]["networks"]
+    for layer in (layer for net in nets for layer in net["layers"]):
+        layer["@version"] = 1
+        layer.pop("trainable", None)
+    tree["model"]["fitting"]["@version"] = 2
+    tree["model"]["fitting"]["@variables"] |= {"case_embd": None, "default_fparam_tensor": variables["b"]}
+    text = yaml.safe_dump(tree)
+    assert "type_map: *id" in text
+    (tmp_path / "m.yaml").write_text(text)
     again = load_model(tmp_path / "m.yaml")
     assert again.min_nbor_dist is None
     np.testing.assert_array_equal(energies(model)[0], energies(again)[0])
