@@ -32,13 +32,13 @@ def write_whole(path: str | Path, data: bytes, check: Callable[[bytes], bool] | 
         os.replace(temporary, path)
         flush_folder(path.parent)
     except OSError as error:
-        raise OSError(error.errno, f"{error.strerror}{_room(path, error, len(data))}", str(path)) from None
+        raise OSError(error.errno, f"{error.strerror}{_space_left(path, error, len(data))}", str(path)) from None
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 
-def _room(path: Path, error: OSError, needed: int) -> str:
+def _space_left(path: Path, error: OSError, needed: int) -> str:
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return ""
     try:

@@ -163,7 +163,7 @@ def worker(folder: Path, rounds: int) -> None:
         job.state.update(1e-4)
 
     for job in jobs.values():
-        job.state.flat.land()
+        job.state.flat.write_directly()
     times: dict[int, list[tuple[float, float]]] = {1: [], 2: []}
     for _ in range(rounds + 1):
         for size, job in jobs.items():

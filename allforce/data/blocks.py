@@ -52,33 +52,33 @@ def cost(space: Space, rcut: float) -> np.ndarray:
     extent = np.ones(3) if space.periodic else np.maximum(np.ptp(space.u, axis=0), SLACK)
     most = int(np.ceil(len(space.u) ** (1 / 3))) + 2  # a gas in a large box does not need more bins than atoms
     shape = np.clip(extent * space.unit / rcut, 1, most).astype(int)
-    place = tuple(np.clip(((space.u - low) / extent * shape).astype(int), 0, shape - 1).T)
+    bins = tuple(np.clip(((space.u - low) / extent * shape).astype(int), 0, shape - 1).T)
     count = np.zeros(shape, dtype=np.int64)
-    np.add.at(count, place, 1)
+    np.add.at(count, bins, 1)
     for axis, n in enumerate(shape):
         if space.periodic:
             count = sum(np.roll(count, s, axis) for s in {k % n for k in (-1, 0, 1)})  # type: ignore[assignment]
         else:
             padded = np.pad(count, [(1, 1) if a == axis else (0, 0) for a in range(3)])
             count = sum(np.take(padded, np.arange(n) + s, axis) for s in range(3))  # type: ignore[assignment]
-    return count[place]
+    return count[bins]
 
 
 def block(space: Space, rcut: float, part: int, parts: int) -> tuple[np.ndarray, list[int]]:
     """The atoms of a block, ascending, and the axes that were cut."""
-    mine, weight, axes = np.arange(len(space.u)), None, set()
-    while parts > 1 and len(mine):
+    atoms, weight, axes = np.arange(len(space.u)), None, set()
+    while parts > 1 and len(atoms):
         weight = cost(space, rcut) if weight is None else weight
-        axis = int(np.argmax(np.round(np.ptp(space.u[mine], axis=0) * space.unit, 6)))
-        order = np.argsort(np.round(space.u[mine, axis] * space.unit[axis], 6), kind="stable")
-        total, left = np.cumsum(weight[mine[order]]), parts // 2
+        axis = int(np.argmax(np.round(np.ptp(space.u[atoms], axis=0) * space.unit, 6)))
+        order = np.argsort(np.round(space.u[atoms, axis] * space.unit[axis], 6), kind="stable")
+        total, left = np.cumsum(weight[atoms[order]]), parts // 2
         k = int(np.searchsorted(total * parts, total[-1] * left, side="right"))
         axes.add(axis)
         if part < left:
-            mine, parts = mine[order[:k]], left
+            atoms, parts = atoms[order[:k]], left
         else:
-            mine, part, parts = mine[order[k:]], part - left, parts - left
-    return np.sort(mine), sorted(axes)
+            atoms, part, parts = atoms[order[k:]], part - left, parts - left
+    return np.sort(atoms), sorted(axes)
 
 
 def halo(space: Space, own: np.ndarray, axes: list[int], margin: float) -> tuple[np.ndarray, np.ndarray]:
@@ -157,7 +157,7 @@ def part_of(own: np.ndarray, centers: np.ndarray, pairs: Pairs, natoms: int) -> 
     seen[j] = True
     seen[centers] = False
     atoms = np.concatenate([centers, np.flatnonzero(seen)])
-    place = np.zeros(natoms, dtype=np.int32)
-    place[atoms] = np.arange(len(atoms), dtype=np.int32)
+    index = np.zeros(natoms, dtype=np.int32)
+    index[atoms] = np.arange(len(atoms), dtype=np.int32)
     mask = None if len(own) == len(centers) else np.isin(centers, own)
-    return Part(atoms, len(centers), (place[i], place[j], r), mask)
+    return Part(atoms, len(centers), (index[i], index[j], r), mask)

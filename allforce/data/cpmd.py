@@ -68,12 +68,12 @@ def _row(words: list[str], where: str, width: int) -> list[float]:
 
 def _energy_column(table: np.ndarray, path: str) -> int:
     """Where EKS is: the first of the places it may have at which it is negative, else the usual one."""
-    places = COLUMNS.get(table.shape[1], ())
-    negative = [place for place in places if (table[:, place] < 0).all()]
+    columns = COLUMNS.get(table.shape[1], ())
+    negative = [column for column in columns if (table[:, column] < 0).all()]
     if negative:
         return negative[0]
-    if len(places) == 1 or table.shape[1] == 8:  # 8 columns are those of a Car-Parrinello run, with rare exceptions
-        return places[-1]
+    if len(columns) == 1 or table.shape[1] == 8:  # 8 columns are those of a Car-Parrinello run, with rare exceptions
+        return columns[-1]
     raise UserError(
         f"{path}: lines of {table.shape[1]} columns, in which the potential energy (EKS) cannot be told from the"
         " others. Say which column it is, counted from 0: energy_column"

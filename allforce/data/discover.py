@@ -141,7 +141,7 @@ def find_systems(entries: Entry | Sequence[Entry], rglob_patterns: list[str] | N
                 f"systems: no system found in {path!r}{how}. A system is a directory (or a group of an HDF5 file) "
                 "with type.raw and set.000/coord.npy, or a file that ASE reads"
             )
-        found += [{"file": place, **names} for place in here] if names else here
+        found += [{"file": path, **names} for path in here] if names else here
     if not found:
         raise UserError("systems: the list is empty. Name at least one system")
     return found
@@ -149,7 +149,7 @@ def find_systems(entries: Entry | Sequence[Entry], rglob_patterns: list[str] | N
 
 def _find(entry: str, patterns: list[str] | None) -> list[str]:
     if frames := frame_range(entry):
-        return [place + frames[0] for place in _find(entry[: frames.start()], patterns)]
+        return [path + frames[0] for path in _find(entry[: frames.start()], patterns)]
     file, _, group = entry.partition("#")
     if os.path.isfile(entry) and entry.endswith(LMDB):
         raise _lmdb(entry)

@@ -155,19 +155,19 @@ def collate(
     join = _Join([f.type for f in frames], ntypes)
     firsts = [_first(e[0], len(f.type)) for f, e in parts]
     count = join([np.diff(x) for x in firsts])  # (N,) edges of each atom
-    place = np.cumsum([0] + [f.nfile or len(f.type) for f in frames])  # (B + 1,) first place of each frame
-    order = [p + (np.arange(len(f.type)) if f.order is None else f.order) for p, f in zip(place, frames, strict=False)]
+    start = np.cumsum([0] + [f.nfile or len(f.type) for f in frames])  # (B + 1,) first atom of each frame in the files
+    order = [p + (np.arange(len(f.type)) if f.order is None else f.order) for p, f in zip(start, frames, strict=False)]
     periodic = any(f.cell is not None for f in frames)
-    centers, places = join([f.type for f in frames]), join.places
+    centers, rows_of = join([f.type for f in frames]), join.rows_of
     types = centers if others is None else np.concatenate([centers, *others])
     if others is not None:
         begin = np.cumsum([len(centers)] + [len(t) for t in others])
-        places = [np.append(p, b + np.arange(len(t))) for p, b, t in zip(places, begin, others, strict=False)]
+        rows_of = [np.append(p, b + np.arange(len(t))) for p, b, t in zip(rows_of, begin, others, strict=False)]
     if len(parts) == 1 and others is None:  # every atom and edge is in its place
         i, j = parts[0][1][:2]
     else:
         i = np.repeat(np.arange(len(count)), count)
-        j = join([p[e[1]] for p, (_, e) in zip(places, parts, strict=True)], firsts)
+        j = join([p[e[1]] for p, (_, e) in zip(rows_of, parts, strict=True)], firsts)
     return Batch(
         type=int_tensor(centers),
         frame=int_tensor(join([np.full(len(f.type), k) for k, f in enumerate(frames)])),
@@ -202,8 +202,8 @@ def collate_parts(frames: list[Frame], parts: list[Part], ntypes: int, name: str
     others = [p.atoms[p.centers :] for p in parts]
     types = [f.type[o] for f, o in zip(frames, others, strict=True)]
     part = collate(centers, [p.pairs for p in parts], ntypes, name, types)
-    places = _Join([f.type for f in frames], ntypes).places  # of each frame's atoms in the whole
-    rows = [np.concatenate(places)[part.order.numpy()], *(p[o] for p, o in zip(places, others, strict=True))]
+    rows_of = _Join([f.type for f in frames], ntypes).rows_of  # of each frame's atoms in the whole
+    rows = [np.concatenate(rows_of)[part.order.numpy()], *(p[o] for p, o in zip(rows_of, others, strict=True))]
     own = None
     if any(p.own is not None for p in parts):
         masks = [np.ones(p.centers) if p.own is None else p.own for p in parts]
@@ -230,7 +230,7 @@ class _Join:
         self.slices = [(f, bounds[f, t], bounds[f, t + 1]) for t in range(ntypes) for f in np.flatnonzero(size[:, t])]
         self.type_counts = tuple(size.sum(axis=0).tolist())
         start = (np.cumsum(size.T.ravel()) - size.T.ravel()).reshape(size.T.shape).T  # (B, nt) new place of each slice
-        self.places = [
+        self.rows_of = [
             np.arange(len(t)) + np.repeat(s, n) for t, s, n in zip(types, start - bounds[:, :-1], size, strict=True)
         ]
 
@@ -257,11 +257,11 @@ def _sorted(frame: Frame, edges: Pairs) -> tuple[Frame, Pairs]:
     if len(frame.type) == 0 or (frame.type[0] >= 0 and (np.diff(frame.type) >= 0).all()):
         return frame, edges
     i, j, r = edges
-    place = np.full(len(frame.type), -1)
+    index = np.full(len(frame.type), -1)
     keep = np.flatnonzero(frame.type >= 0)
     order = keep[np.argsort(frame.type[keep], kind="stable")]
-    place[order] = np.arange(len(order))
-    i, j = place[i], place[j]
+    index[order] = np.arange(len(order))
+    i, j = index[i], index[j]
     take = np.argsort(i, kind="stable")
     take = take[(i[take] >= 0) & (j[take] >= 0)]
     return frame.by_type(), (i[take], j[take], r[take])

@@ -130,9 +130,9 @@ class MimicSystem(System):
                     " frame has a line of its own"
                 )
             return frames, energies
-        lines, places = _by_step(steps), _by_step(self.trr.step[frames])
+        lines, frames_of_step = _by_step(steps), _by_step(self.trr.step[frames])
         pairs = []
-        for step, here in places.items():
+        for step, here in frames_of_step.items():
             there = lines.get(step, [])
             if not there and step == 0:
                 log.info("%s: the structure before the first step has no energy in %s: left out", self.name, path)
@@ -149,11 +149,11 @@ class MimicSystem(System):
         return found[:, 0], energies[found[:, 1]]
 
     def frame(self, k: int) -> Frame:
-        place = int(self.frames[k])
-        where = self.trr.where(place)
-        blocks = self.trr.read(place, self.wanted)
+        index = int(self.frames[k])
+        where = self.trr.where(index)
+        blocks = self.trr.read(index, self.wanted)
         for name, value in blocks.items():
-            check_finite(value, self.name, f"{name} (at byte {self.trr.start[place]})", place)
+            check_finite(value, self.name, f"{name} (at byte {self.trr.start[index]})", index)
         cell = blocks["box"] * NM
         if bool(cell.any()) != self.periodic:
             raise UserError(f"{where}: {'no box' if self.periodic else 'a box'}, unlike the first frame of the file")

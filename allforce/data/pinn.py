@@ -33,9 +33,9 @@ class Share(list):
 
     def __init__(self, whole: Sequence[Any], rank: int, size: int):
         self.whole = list(whole)
-        places = partition(list(range(len(self.whole))), rank, size)
-        self.start = places[0]
-        super().__init__(self.whole[k] for k in places)
+        indices = partition(list(range(len(self.whole))), rank, size)
+        self.start = indices[0]
+        super().__init__(self.whole[k] for k in indices)
 
 
 Files = str | Path | Iterable[str | Path]
@@ -97,7 +97,7 @@ def load_ase(path: str, split: Any = 1, shuffle: bool = True, seed: int = 0) -> 
     return split_frames(open_place(path), split, shuffle, seed)
 
 
-def split_frames(systems: list[System], split: Any, shuffle: bool, seed: int, mine: range | None = None) -> Any:
+def split_frames(systems: list[System], split: Any, shuffle: bool, seed: int, own: range | None = None) -> Any:
     """All frames, in a seeded order, dealt out to the leaves of `split`: ceil(N·w/Σw) to each in turn."""
     for system in systems:
         system.use_type_map(list(system.type_names or []))
@@ -109,7 +109,7 @@ def split_frames(systems: list[System], split: Any, shuffle: bool, seed: int, mi
         raise UserError(f"split: {split!r} should be a number, or dicts or lists of numbers of which one is above 0")
     sizes = [math.ceil(len(frames) * w / sum(weights)) for w in weights]
     pieces = iter(np.split(frames, np.cumsum(sizes)[:-1]))
-    keep = range(len(systems)) if mine is None else mine
+    keep = range(len(systems)) if own is None else own
 
     def fill(tree: Any) -> Any:
         if isinstance(tree, dict):
@@ -162,10 +162,10 @@ class Dataset:
 
     def systems(self) -> list[System]:
         """The same frames as systems, one for each that has any."""
-        places: dict[int, list[int]] = {}
+        frames_of: dict[int, list[int]] = {}
         for i, k in sorted(self.frames):
-            places.setdefault(i, []).append(k)
-        return [Part(self.whole[i], frames) for i, frames in places.items()]
+            frames_of.setdefault(i, []).append(k)
+        return [Part(self.whole[i], frames) for i, frames in frames_of.items()]
 
     def apply(self, function: Callable[[Dataset], Dataset]) -> Dataset:
         return function(self)

@@ -27,8 +27,8 @@ class StatFile:
     def __init__(self, path: str | None, type_map: list[str], comm: Comm):
         self.path, self.group, self.comm = path, " ".join(type_map), comm
         self.new: dict[str, np.ndarray] = {}
-        mine = {k: v.tolist() for k, v in _read(path, self.group).items()} if path and comm.rank == 0 else {}
-        self.entries = {k: np.array(v) for k, v in comm.gather(mine)[0].items()} if path else {}
+        found = {k: v.tolist() for k, v in _read(path, self.group).items()} if path and comm.rank == 0 else {}
+        self.entries = {k: np.array(v) for k, v in comm.gather(found)[0].items()} if path else {}
 
     def get(self, *names: str) -> list[np.ndarray] | None:
         """These entries, None unless all are there."""

@@ -200,12 +200,12 @@ class TfrSystem(System):
         self.nframes += 1
 
     def frame(self, k: int) -> Frame:
-        place = self.records[k]
-        sample = self.file.sample(place)
+        record = self.records[k]
+        sample = self.file.sample(record)
         arrays = {name: np.asarray(value, dtype=np.float64) for name, value in sample.items() if name != "elems"}
         for name in ("coord", "cell", *LABELS):
             if name in arrays:
-                check_finite(arrays[name], self.file.path, f"{name} (at byte {self.file.records[place][0]})", place)
+                check_finite(arrays[name], self.file.path, f"{name} (at byte {self.file.records[record][0]})", record)
         cell = arrays["cell"].reshape(3, 3) if self.periodic else None
         labels = {}
         if "energy" in self.label_names:
@@ -215,4 +215,4 @@ class TfrSystem(System):
         if cell is not None and "virial" in self.label_names:
             labels["virial"] = -arrays["s_data"].reshape(9) * abs(np.linalg.det(cell))
         coord = arrays["coord"].reshape(-1, 3)[self.real]
-        return Frame(coord, self.model_types, cell, labels, name=self.file.where(place))
+        return Frame(coord, self.model_types, cell, labels, name=self.file.where(record))

@@ -118,9 +118,9 @@ def _write_timeline(team: Team, path: str) -> None:
     """The collectives of all workers, and what phases the program has named."""
     comm = team.comm
     events = [("main", *span) for span in comm.settle() if span[2] > span[1]] + team.trace.take_events()
-    told, hosts = comm.comm.gather(packed(events, comm.origin)), comm.comm.gather(socket.gethostname())
+    gathered, hosts = comm.comm.gather(packed(events, comm.origin)), comm.comm.gather(socket.gethostname())
     if comm.rank == 0 and (timeline := open_timeline(path, hosts, _warn)) is not None:
-        timeline.add(told)
+        timeline.add(gathered)
         timeline.close()
 
 
@@ -233,9 +233,9 @@ def broadcast(*objects: Any, root: int = 0) -> Any:
     Tensors are overwritten; other values (numbers, texts, lists, dicts) are returned.
     """
     comm = _here().comm
-    mine = comm.rank == root
-    states = send(comm, [_state(thing) for thing in objects] if mine else None, root)
-    results = [thing if mine else _restore(thing, state) for thing, state in zip(objects, states, strict=True)]
+    is_root = comm.rank == root
+    states = send(comm, [_state(thing) for thing in objects] if is_root else None, root)
+    results = [thing if is_root else _restore(thing, state) for thing, state in zip(objects, states, strict=True)]
     return results[0] if len(results) == 1 else results
 
 

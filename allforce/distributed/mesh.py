@@ -25,13 +25,13 @@ class Mesh:
                 f"Start a multiple of {size} workers, or set it to one of {', '.join(map(str, fitting))}."
             )
         self.size, self.groups = size, comm.size // size
-        self.number, self.place = divmod(comm.rank, size)
+        self.number, self.position = divmod(comm.rank, size)
         self.comm: Comm = comm.split(self.number) if size > 1 else SerialComm()
 
     @property
     def leads(self) -> bool:
         """One worker of each group speaks for it, where all of them have the same to say."""
-        return self.place == 0
+        return self.position == 0
 
     def once(self, tensor: Tensor) -> Tensor:
         """What all workers of a group have, for a sum over all workers: of one of them, zeros of the others."""

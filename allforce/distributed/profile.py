@@ -141,9 +141,9 @@ class CountedComm:
             times.append(now)
         return len(self._came) - 1
 
-    def blocked(self, place: int, begin: float, end: float) -> None:
-        if place < len(self._came):  # else it was settled while under way
-            self._begin[place], self._end[place] = begin, end
+    def blocked(self, index: int, begin: float, end: float) -> None:
+        if index < len(self._came):  # else it was settled while under way
+            self._begin[index], self._end[index] = begin, end
 
     def settle(self) -> list[tuple[str, float, float]]:
         """Of the calls since the last time: spans of waiting and transfer. All ranks call it together."""
@@ -173,13 +173,13 @@ class CountedComm:
             came = perf_counter()
             self.comm.barrier()
             times.append((came, perf_counter()))
-        told = self.comm.gather([self.begun, times])
-        all_times = [entry[1] for entry in told]
-        offsets = [bounds(theirs, all_times[0]) for theirs in all_times]
+        gathered = self.comm.gather([self.begun, times])
+        all_times = [entry[1] for entry in gathered]
+        offsets = [bounds(times, all_times[0]) for times in all_times]
         self.one_clock = all(low <= 0 <= high for low, high in offsets)
         low, high = offsets[self.rank]
         self.offset = 0.0 if self.one_clock else (low + high) / 2
-        self.origin = told[0][0] + self.offset
+        self.origin = gathered[0][0] + self.offset
 
 
 class Call:
@@ -190,7 +190,7 @@ class Call:
         self.bytes = what if isinstance(what, int) else what.numel() * what.element_size()
         self.device = what.device if comm.exact and isinstance(what, Tensor) and what.is_cuda else None
         self._synchronize()
-        self.came, self.place = perf_counter(), comm.came()
+        self.came, self.index = perf_counter(), comm.came()
         comm.calls += 1
         self.begun_for = 0.0
         self.work: Work | None = None
@@ -205,7 +205,7 @@ class Call:
         end = perf_counter()
         self.comm.inside, self.comm.since = False, monotonic()
         self.phase.__exit__(*error)
-        self.comm.blocked(self.place, self.begun, end)
+        self.comm.blocked(self.index, self.begun, end)
         self.comm.record.add(self.routine, self.bytes, end - self.begun + self.begun_for)
 
     def wait(self) -> None:
@@ -218,8 +218,8 @@ class Call:
             torch.cuda.synchronize(self.device)
 
 
-def bounds(theirs: list[list[float]], zero: list[list[float]]) -> tuple[float, float]:
+def bounds(times: list[list[float]], zero: list[list[float]]) -> tuple[float, float]:
     """Smallest and largest offset of a clock to that of rank 0, from (coming, leaving) of the same barriers."""
-    low = max(came - left0 for (came, _), (_, left0) in zip(theirs, zero, strict=True))
-    high = min(left - came0 for (_, left), (came0, _) in zip(theirs, zero, strict=True))
+    low = max(came - left0 for (came, _), (_, left0) in zip(times, zero, strict=True))
+    high = min(left - came0 for (_, left), (came0, _) in zip(times, zero, strict=True))
     return low, high

@@ -98,9 +98,9 @@ class Shard:
         """As many of my own share as every worker has, others every epoch where the order is random."""
         if self.loader is not None:
             return _cut(self._samples(), self.loader)
-        places = partition(range(len(self.data)), self.comm.rank, self.comm.size)  # type: ignore[arg-type]
-        order = torch.randperm(len(places)).tolist() if self.seed is not None else range(len(places))
-        return [places[k] for k in order][: len(self)]
+        indices = partition(range(len(self.data)), self.comm.rank, self.comm.size)  # type: ignore[arg-type]
+        order = torch.randperm(len(indices)).tolist() if self.seed is not None else range(len(indices))
+        return [indices[k] for k in order][: len(self)]
 
     def _samples(self) -> list[int]:
         assert self.loader is not None
@@ -110,10 +110,10 @@ class Shard:
                 'shard: mode "partition" of a DataLoader needs its own batches, shuffled or in order; this one has a'
                 f' {type(sampler).__name__} of its own. Use mode "global"'
             )
-        places = partition(range(count), self.comm.rank, self.comm.size)
+        indices = partition(range(count), self.comm.rank, self.comm.size)
         shuffled = isinstance(sampler, RandomSampler)
-        order = torch.randperm(len(places)).tolist() if shuffled else range(len(places))
-        return [places[k] for k in order][: count // self.comm.size]
+        order = torch.randperm(len(indices)).tolist() if shuffled else range(len(indices))
+        return [indices[k] for k in order][: count // self.comm.size]
 
 
 def _cut(samples: list[int], loader: DataLoader) -> list[list[int]]:

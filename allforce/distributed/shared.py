@@ -38,9 +38,9 @@ class HostComm:
         block = Block.open(self.comm, count, dtype)
         if block is None:
             return self.comm.buffer(count, dtype, device)
-        mine = block.buffers[self.rank]
-        self.blocks[mine.data_ptr()] = block
-        return mine
+        own = block.buffers[self.rank]
+        self.blocks[own.data_ptr()] = block
+        return own
 
     def all_reduce_start(self, tensor: Tensor) -> Work:
         block = self.blocks.get(tensor.data_ptr())
@@ -77,8 +77,8 @@ class Block:
     def __init__(self, memory: mmap.mmap, rank: int, size: int, count: int, dtype: torch.dtype):
         self.rank, self.turn = rank, 0
         self.counters = torch.frombuffer(memory, dtype=torch.int64, count=size * LINE // 8).view(size, -1)[:, 0].numpy()
-        place = [size * LINE + k * padded(count, dtype) for k in range(size)]
-        self.buffers = [torch.frombuffer(memory, dtype=dtype, count=count, offset=p) for p in place]
+        offsets = [size * LINE + k * padded(count, dtype) for k in range(size)]
+        self.buffers = [torch.frombuffer(memory, dtype=dtype, count=count, offset=p) for p in offsets]
         edges = [count * r // size for r in range(size + 1)]
         self.parts = [buffer[edges[rank] : edges[rank + 1]] for buffer in self.buffers]
 

@@ -105,8 +105,8 @@ class Worker:
         code = self.process.returncode
         if not code or (self.finished_off and code == -signal.SIGKILL):
             return None
-        if said := self._report():
-            return said["time"], said["message"], said["code"]
+        if report := self._report():
+            return report["time"], report["message"], report["code"]
         if code > 0:
             return self.ended + GRACE, f"rank {self.rank} ended with exit code {code}; the others were stopped.", code
         name = f"rank {self.rank} (process {self.process.pid}) was ended by {signal.Signals(-code).name}"

@@ -88,11 +88,11 @@ class TorchComm(OwnMemory):
         lengths[self.rank] = len(text)
         self.all_reduce(lengths)
         longest = int(lengths.max())
-        mine = torch.zeros(longest, dtype=torch.uint8, device=self.device)
-        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
+        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
         with self._named("gather"):
-            dist.all_gather(parts, mine, group=self.group)
+            dist.all_gather(parts, padded, group=self.group)
         return [json.loads(p[:n].cpu().numpy().tobytes()) for p, n in zip(parts, lengths.tolist(), strict=True)]
 
     def barrier(self) -> None:

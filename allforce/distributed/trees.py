@@ -96,17 +96,17 @@ def send(comm: Comm, value: Any, root: int) -> Any:
     if comm.size == 1:
         return value
     tensors: list[Tensor] = []
-    mine = comm.rank == root
-    tree = pack(value, tensors) if mine else None
+    is_root = comm.rank == root
+    tree = pack(value, tensors) if is_root else None
     forms = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
     tree, forms = comm.gather([tree, forms])[root]
-    if not mine:
+    if not is_root:
         tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in forms]
     flat = [t.cpu().contiguous().view(-1).view(torch.uint8) for t in tensors]
     block = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
     for piece in block.split(PIECE):
         comm.broadcast(piece, root)
-    if mine:
+    if is_root:
         return value
     for tensor, part in zip(tensors, block.split([len(f) for f in flat]), strict=True):
         tensor.view(-1).view(torch.uint8).copy_(part)

@@ -72,21 +72,21 @@ def encode(checkpoint: Checkpoint) -> bytes:
     header = {**checkpoint.meta, "sha256": "0" * 64, "format": FORMAT, "version": VERSION}  # of a copy: not the old sum
     tensors = {k: v.detach().cpu().contiguous().clone() for k, v in checkpoint.tensors.items()}
     data = bytearray(serialise(tensors, metadata={"allforce": json.dumps(header)}))
-    place = DIGEST.search(data)
-    assert place is not None
-    data[place.start(1) : place.end(1)] = hashlib.sha256(data).hexdigest().encode()
+    match = DIGEST.search(data)
+    assert match is not None
+    data[match.start(1) : match.end(1)] = hashlib.sha256(data).hexdigest().encode()
     return bytes(data)
 
 
 def intact(data: bytes) -> bool:
     """The bytes are those that were written; files of version 1 do not tell."""
-    place = DIGEST.search(data, 8, 8 + int.from_bytes(data[:8], "little"))
-    if place is None:
+    match = DIGEST.search(data, 8, 8 + int.from_bytes(data[:8], "little"))
+    if match is None:
         return (_header(data) or {}).get("version", VERSION) in (0, 1)
-    digest = hashlib.sha256(data[: place.start(1)])
+    digest = hashlib.sha256(data[: match.start(1)])
     digest.update(b"0" * 64)
-    digest.update(memoryview(data)[place.end(1) :])
-    return digest.hexdigest().encode() == place[1]
+    digest.update(memoryview(data)[match.end(1) :])
+    return digest.hexdigest().encode() == match[1]
 
 
 def read(path: str | Path) -> Checkpoint:

@@ -71,7 +71,7 @@ class DP(Calculator):
         self.dp = self.members[0]
         self.workers = self.dp.workers
         if self.workers is ALONE:  # by parallel=False, or without a launcher
-            ase_world.give_back()
+            ase_world.release()
         check_alike(self.members)
         outputs = self.dp.model.outputs
         energy = type(self).implemented_properties if "energy" in outputs else []
@@ -124,9 +124,9 @@ class DP(Calculator):
     def _follow(self, atoms: Atoms) -> None:
         """Give the atoms of every worker the positions, the cell and the momenta of rank 0's: there is one trajectory,
         even where workers draw random numbers of their own. The first structure must be the same everywhere."""
-        mine = [atoms.positions, atoms.cell.array, atoms.get_momenta()]
-        first = self.workers.of_rank_0(mine, (atoms.numbers.tolist(), atoms.pbc.tolist()))
-        apart = self.workers.check_apart(mine[:2], first[:2], EQUAL if self._far is None else FAR)
+        own = [atoms.positions, atoms.cell.array, atoms.get_momenta()]
+        first = self.workers.of_rank_0(own, (atoms.numbers.tolist(), atoms.pbc.tolist()))
+        apart = self.workers.check_apart(own[:2], first[:2], EQUAL if self._far is None else FAR)
         if apart > EQUAL and self._far == 0.0:
             log.warning(
                 "rank %d: atoms were up to %.2g Å from where rank 0 has them and are put there, from now on without a "

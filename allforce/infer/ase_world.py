@@ -71,7 +71,7 @@ def take() -> None:
         ase.parallel.world.comm = AseWorld(world)
 
 
-def give_back() -> None:
+def release() -> None:
     """Every worker is for itself after all."""
     if isinstance(ase.parallel.world.comm, AseWorld):
         ase.parallel.world.comm = None

@@ -28,7 +28,7 @@ import numpy as np
 from allforce.data.batch import Frame
 from allforce.errors import UserError
 from allforce.infer.predict import DeepPot
-from allforce.infer.served import serve, tell, tell_end
+from allforce.infer.served import send, send_end, serve
 from allforce.infer.skin import Steps
 from allforce.models import Model
 
@@ -134,7 +134,7 @@ class Forces:
         cell, pbc = self.box()
         frame = self.dp.checked(Frame(x[order], self.types[kinds[order] - 1], cell))
         if self.dp.workers.size > 1:
-            tell(self.dp.workers, frame, pbc, self.steps.skin)
+            send(self.dp.workers, frame, pbc, self.steps.skin)
         (result,) = self.dp.results(self.steps.batch(frame, pbc), [frame], WANTED)
         f[order] = result["forces"] * self.energy_unit
         virial = result["virial"].reshape(3, 3)
@@ -192,7 +192,7 @@ def run_script(model: str, script: str, variables: Sequence[Sequence[str]] = (),
         _run(lmp, after, Path(folder, "after.lammps"), script)
         forces.check()
     lmp.close()
-    tell_end(dp.workers)
+    send_end(dp.workers)
     log.info("%d neighbour lists were made", forces.steps.rebuilds)
 
 

@@ -18,7 +18,7 @@ from allforce.infer.workers import Workers
 END = -1  # in the place of a number of atoms
 
 
-def tell(workers: Workers, frame: Frame, pbc: np.ndarray, skin: float) -> None:
+def send(workers: Workers, frame: Frame, pbc: np.ndarray, skin: float) -> None:
     """Rank 0: the structure that everybody evaluates now, and how far its neighbour lists reach beyond the cutoff."""
     workers.comm.broadcast(torch.tensor([len(frame.type), frame.cell is not None, *pbc.tolist()], dtype=torch.int64))
     cell = np.zeros((3, 3)) if frame.cell is None else frame.cell
@@ -26,13 +26,13 @@ def tell(workers: Workers, frame: Frame, pbc: np.ndarray, skin: float) -> None:
     workers.comm.broadcast(torch.from_numpy(numbers))
 
 
-def tell_end(workers: Workers) -> None:
+def send_end(workers: Workers) -> None:
     """Rank 0: no further structure comes."""
     if workers.size > 1:
         workers.comm.broadcast(torch.tensor([END, 0, 0, 0, 0], dtype=torch.int64))
 
 
-def hear(workers: Workers) -> tuple[Frame, np.ndarray, float] | None:
+def receive(workers: Workers) -> tuple[Frame, np.ndarray, float] | None:
     """The others: what rank 0 tells, None at the end."""
     head = torch.empty(5, dtype=torch.int64)
     workers.comm.broadcast(head)
@@ -49,8 +49,8 @@ def hear(workers: Workers) -> tuple[Frame, np.ndarray, float] | None:
 def serve(evaluator: Evaluator, wanted: Collection[str]) -> None:
     """The others: compute their part of every structure until the end."""
     steps = None
-    while (heard := hear(evaluator.workers)) is not None:
-        frame, pbc, skin = heard
+    while (received := receive(evaluator.workers)) is not None:
+        frame, pbc, skin = received
         steps = steps or Steps(evaluator, skin, wanted)
         frame = evaluator.checked(frame)
         list(evaluator.results(steps.batch(frame, pbc), [frame], wanted))

@@ -64,9 +64,9 @@ class TensorTest:
         errors: dict[str, Errors] = {}
         selected, rows = self.dp.get_sel_type(), []
         wanted = f"atomic {self.kind}" if atomic else self.kind
-        ours = (system.frame(int(k)) for k in frames)
-        theirs = self.dp.evaluate((system.frame(int(k)) for k in frames), (wanted,))
-        for frame, result in zip(ours, theirs, strict=True):
+        labelled = (system.frame(int(k)) for k in frames)
+        predicted = self.dp.evaluate((system.frame(int(k)) for k in frames), (wanted,))
+        for frame, result in zip(labelled, predicted, strict=True):
             mask = np.isin(frame.type, selected)
             n = int(mask.sum())
             true, found = frame.labels[label], result[wanted]

@@ -101,8 +101,8 @@ def centers(batch: Batch, a: int, b: int) -> Batch:
     edges, n = batch.edges, len(batch.edges.type)
     begin, end = edges.first[a].item(), edges.first[b].item()
     rows = torch.cat([torch.arange(a, b), torch.arange(a), torch.arange(b, n)])  # (A,) in the whole
-    place = torch.empty_like(rows)
-    place[rows] = torch.arange(n)
+    index = torch.empty_like(rows)
+    index[rows] = torch.arange(n)
     counts = np.clip(np.cumsum([0, *batch.type_counts]), a, b)
     return replace(
         batch,
@@ -117,7 +117,7 @@ def centers(batch: Batch, a: int, b: int) -> Batch:
         edges=replace(
             edges,
             i=edges.i[begin:end] - a,
-            j=place[edges.j[begin:end]],
+            j=index[edges.j[begin:end]],
             r=edges.r[begin:end],
             first=edges.first[a : b + 1] - begin,
             type=edges.type[rows],

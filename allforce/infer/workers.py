@@ -60,9 +60,9 @@ class Workers:
             value = make()
         except UserError as error:
             problem = str(error)
-        for told in self.comm.gather(problem):
-            if told is not None:
-                raise UserError(told)
+        for found in self.comm.gather(problem):
+            if found is not None:
+                raise UserError(found)
         return value  # type: ignore[return-value]
 
     @contextmanager
@@ -81,19 +81,19 @@ class Workers:
     def of_rank_0(self, arrays: Sequence[np.ndarray], kind: object) -> list[np.ndarray]:
         """Rank 0's arrays in the place of one's own, of which there are as many numbers, and whose `kind` is alike."""
         flat = np.concatenate([np.empty(0), *(np.ravel(a) for a in arrays)])
-        mine = torch.tensor([len(flat), zlib.crc32(repr(kind).encode())])
-        first = mine.clone()
+        own = torch.tensor([len(flat), zlib.crc32(repr(kind).encode())])
+        first = own.clone()
         self.comm.broadcast(first)
         wire = torch.from_numpy(flat.copy()) if self.rank == 0 else torch.empty(int(first[0]), dtype=torch.float64)
         self.comm.broadcast(wire)
-        if not torch.equal(mine, first):
+        if not torch.equal(own, first):
             raise self._another("others than rank 0's")
         pieces = np.split(wire.numpy(), np.cumsum([np.size(a) for a in arrays])[:-1])
         return [piece.reshape(np.shape(a)) for piece, a in zip(pieces, arrays, strict=True)]
 
-    def check_apart(self, mine: Sequence[np.ndarray], first: Sequence[np.ndarray], far: float = EQUAL) -> float:
+    def check_apart(self, own: Sequence[np.ndarray], first: Sequence[np.ndarray], far: float = EQUAL) -> float:
         """How far the numbers of this worker are from rank 0's, which is at most `far`."""
-        apart = max((float(np.abs(a - b).max(initial=0.0)) for a, b in zip(mine, first, strict=True)), default=0.0)
+        apart = max((float(np.abs(a - b).max(initial=0.0)) for a, b in zip(own, first, strict=True)), default=0.0)
         if not apart <= far:
             raise self._another(f"up to {apart:.3g} Å from where rank 0 has them")
         return apart
@@ -111,9 +111,9 @@ class Workers:
         names = ("coord", "cell", "fparam", "aparam")
         given = [{name: getattr(f, name) for name in names if getattr(f, name) is not None} for f in frames]
         kind = count, [(f.type.tolist(), list(g)) for f, g in zip(frames, given, strict=True)]
-        mine = [a for g in given for a in g.values()]
-        first = self.of_rank_0(mine, kind)
-        self.check_apart(mine, first)
+        own = [a for g in given for a in g.values()]
+        first = self.of_rank_0(own, kind)
+        self.check_apart(own, first)
         arrays: Iterator[Any] = iter(first)
         return [replace(f, **{name: next(arrays) for name in g}) for f, g in zip(frames, given, strict=True)]
 

@@ -24,8 +24,8 @@ class AttenNets(nn.Module):
         self.strip, self.one_side = config.strip, config.type_one_side
         width = config.tebd_dim * (1 if self.one_side else 2)
 
-        def net(size: int, place: int) -> Net:
-            rng = generator(config.seed, 0, place)
+        def net(size: int, number: int) -> Net:
+            rng = generator(config.seed, 0, number)
             return Net(size, config.neuron, config.activation_function, config.resnet_dt, dtype, rng)
 
         self.types = TypeEmbedding(ntypes, config.tebd_dim, config.use_tebd_bias, generator(config.seed, 0, 2), dtype)

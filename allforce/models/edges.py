@@ -83,8 +83,8 @@ class Gram(torch.autograd.Function):
             atom_kernels.square(T.detach().contiguous().numpy(), M2, D.numpy(), pool(D))
         else:
             by_rows(D, M1, M2).copy_(T.transpose(1, 2) @ T[:, :, :M2])
-        for place, column in zip(D[:, M1 * M2 :].split(ctx.widths, 1), columns, strict=True):
-            place.copy_(column)
+        for target, column in zip(D[:, M1 * M2 :].split(ctx.widths, 1), columns, strict=True):
+            target.copy_(column)
         return D
 
     @staticmethod

@@ -90,8 +90,8 @@ class Hybrid(Descriptor):
             d.prepare(table, nearest)
 
     def refresh(self) -> str | None:
-        said = [f"{d.config.type}: {line}" for d in self.members if (line := d.refresh()) is not None]
-        return "; ".join(said) or None
+        lines = [f"{d.config.type}: {line}" for d in self.members if (line := d.refresh()) is not None]
+        return "; ".join(lines) or None
 
     def numbers(self) -> dict[str, Any]:
         return {"hybrid": [d.numbers() for d in self.members]}

@@ -109,6 +109,6 @@ class Net(nn.Module):
         return x
 
 
-def generator(seed: int | Sequence[int] | None, *place: int) -> np.random.Generator:
+def generator(seed: int | Sequence[int] | None, *stream: int) -> np.random.Generator:
     """A stream of its own for every net of a model; without a seed from the system's entropy."""
-    return np.random.default_rng(None if seed is None else [*place, *np.atleast_1d(seed).tolist()])
+    return np.random.default_rng(None if seed is None else [*stream, *np.atleast_1d(seed).tolist()])

@@ -210,8 +210,8 @@ class Eager:
         return x, R
 
     @staticmethod
-    def places(x: Tensor, g: Geometry, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Places in A (E, WIDTH, c), spline values and slopes (E, WIDTH), zero for edges not in use."""
+    def indices(x: Tensor, g: Geometry, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Indices in A (E, WIDTH, c), spline values and slopes (E, WIDTH), zero for edges not in use."""
         tau, kind = g.type[g.edges.i], g.edges.type[g.edges.j]
         t, groups = g.group[kind], end - begin
         keep = g.used[tau, kind] & (torch.linalg.vector_norm(g.r, dim=1) >= g.r_close) & (t >= begin) & (t < end)
@@ -222,16 +222,16 @@ class Eager:
         return row[:, None, None] + steps[:, None] + component, value * mask, slope * mask
 
     @staticmethod
-    def scatter(place: Tensor, values: Tensor, g: Geometry, begin: int, end: int) -> Tensor:
+    def scatter(index: Tensor, values: Tensor, g: Geometry, begin: int, end: int) -> Tensor:
         A = g.new_moments(begin, end).zero_()
-        A.view(-1).index_add_(0, place.reshape(-1), values.reshape(-1).to(A.dtype))
+        A.view(-1).index_add_(0, index.reshape(-1), values.reshape(-1).to(A.dtype))
         return A
 
     @classmethod
     def moments(cls, g: Geometry, begin: int, end: int) -> Tensor:
         x, Y = cls.rows(g.r, g)
-        place, value, _ = cls.places(x, g, begin, end)
-        A = cls.scatter(place, value[:, :, None] * Y[:, None, :], g, begin, end)
+        index, value, _ = cls.indices(x, g, begin, end)
+        A = cls.scatter(index, value[:, :, None] * Y[:, None, :], g, begin, end)
         p0 = -g.center[:, 0] * g.center[:, 1]  # (nt,) x of an empty slot, by the centre type
         empty = (g.sel - cls.neighbors(g, torch.ones_like(g.edges.i, dtype=torch.bool))).clamp(min=0.0)
         cls.add_at(A, p0, empty * (1.0 if g.row == "1" else p0[g.type][:, None]), g, begin, end)
@@ -245,25 +245,25 @@ class Eager:
         """(N, groups) how many of the edges of a mask (E,) each atom has to each group of types."""
         N, groups = len(g.type), len(g.sel)
         count = torch.zeros(N * groups, dtype=g.sel.dtype, device=mask.device)
-        place = g.edges.i * groups + g.group[g.edges.type[g.edges.j]]
-        return count.index_add_(0, place, mask.to(count.dtype)).view(N, groups)
+        index = g.edges.i * groups + g.group[g.edges.type[g.edges.j]]
+        return count.index_add_(0, index, mask.to(count.dtype)).view(N, groups)
 
     @staticmethod
     def add_at(A: Tensor, x: Tensor, amount: Tensor, g: Geometry, begin: int, end: int) -> None:
         """A += amount (N, groups) B(x), x (nt,) by the centre type: slots that are all at one place."""
         b, value, _ = g.grid.weights(x)
-        places = (b[:, None] + torch.arange(WIDTH, device=A.device))[g.type]  # (N, WIDTH)
+        indices = (b[:, None] + torch.arange(WIDTH, device=A.device))[g.type]  # (N, WIDTH)
         values = amount[:, begin:end, None] * value[g.type][:, None, :]  # (N, groups, WIDTH)
         of_group = A.view(len(A), g.width, end - begin, g.grid.K)[:, 0]
-        of_group.scatter_add_(2, places[:, None, :].expand(-1, end - begin, -1), values.to(A.dtype))
+        of_group.scatter_add_(2, indices[:, None, :].expand(-1, end - begin, -1), values.to(A.dtype))
 
     @classmethod
     def pull(cls, gA: Tensor, g: Geometry, begin: int, end: int, out: Tensor) -> None:
         with torch.enable_grad():
             r = g.r.detach().requires_grad_()
             x, Y = cls.rows(r, g)
-            place, value, slope = cls.places(x, g, begin, end)
-            ga = gA.reshape(-1)[place].to(r.dtype)  # (E, WIDTH, c)
+            index, value, slope = cls.indices(x, g, begin, end)
+            ga = gA.reshape(-1)[index].to(r.dtype)  # (E, WIDTH, c)
             gx = (slope[:, :, None] * ga * Y.detach()[:, None, :]).sum((1, 2))[:, None]
             gY = (value[:, :, None] * ga).sum(1)
             outputs, gradients = ([x], [gx]) if g.row == "1" else ([x, Y], [gx, gY])
@@ -272,9 +272,9 @@ class Eager:
     @classmethod
     def push(cls, u: Tensor, g: Geometry, begin: int, end: int) -> Tensor:
         (x, Y), (dx, dY) = torch.autograd.functional.jvp(lambda r: cls.rows(r, g), g.r, u)
-        place, value, slope = cls.places(x, g, begin, end)
+        index, value, slope = cls.indices(x, g, begin, end)
         values = slope[:, :, None] * dx[:, None, :] * Y[:, None, :] + value[:, :, None] * dY[:, None, :]
-        return cls.scatter(place, values, g, begin, end)
+        return cls.scatter(index, values, g, begin, end)
 
 
 def backend(r: Tensor) -> type[Compiled] | type[Eager]:

@@ -168,10 +168,10 @@ class PI(nn.Module):
     def record(self, tape: steps.Tape, P: steps.Quantity | None, elements: Elements) -> steps.Quantity:
         """P: None in the first block, where w depends on the two elements only."""
         if P is None:
-            present, place = torch.unique(elements.types, return_inverse=True)
+            present, inverse = torch.unique(elements.types, return_inverse=True)
             n, grid = len(present), torch.arange(len(present))
             kinds = self.ff_layer.phi(self.net(elements.rows[present], grid.repeat_interleave(n), grid.repeat(n)))
-            return steps.OfKinds(tape, place[tape.edges.i] * n + place[tape.edges.j], kinds).out
+            return steps.OfKinds(tape, inverse[tape.edges.i] * n + inverse[tape.edges.j], kinds).out
         first, *others = self.ff_layer.dense_layers
         assert first.bias is not None
         # [P_i, P_j]·kernel = a_i + b_j, and [a, b] of all atoms is one product

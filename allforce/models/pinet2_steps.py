@@ -121,20 +121,20 @@ class Columns(Step):
     def _fill(self, name: str) -> None:
         getattr(self.out, name).copy_(torch.cat([getattr(q, name) for q in self.parts], 1)[:, self.span])
 
-    def _give(self, value: Tensor) -> list[Tensor]:
+    def _split(self, value: Tensor) -> list[Tensor]:
         widths = [q.y.shape[1] for q in self.parts]
         whole = value.new_zeros(len(value), sum(widths))
         whole[:, self.span] = value
         return [part.contiguous() for part in whole.split(widths, 1)]
 
     def back(self) -> None:
-        for q, part in zip(self.parts, self._give(self.out.hat), strict=True):
+        for q, part in zip(self.parts, self._split(self.out.hat), strict=True):
             q.add_hat(part)
 
     def tangent(self) -> None:
         self._fill("dot")
 
     def adjoint(self) -> None:
-        for q, part in zip(self.parts, self._give(self.out.bar), strict=True):
+        for q, part in zip(self.parts, self._split(self.out.bar), strict=True):
             q.add_bar(part)
         self.out.bar = None

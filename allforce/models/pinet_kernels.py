@@ -273,7 +273,7 @@ def seen(a, b, n, u, v, q):
 
 
 @njit(**inline)
-def give(q, u, v, a, b):
+def scatter(q, u, v, a, b):
     """a_i += q, b_j += q, where there are such."""
     if a.shape[0] > 0:
         for c in range(q.shape[0]):
@@ -317,7 +317,7 @@ def vectors_back(a, b, n, x, i, j, y_hat, a_hat, b_hat, n_hat, x_hat):
                 q[c] = g
                 total += g
             n_hat[p, k] += total
-            give(q, u, v, a_hat, b_hat)
+            scatter(q, u, v, a_hat, b_hat)
 
 
 @njit(**options)
@@ -353,4 +353,4 @@ def vectors_adjoint(a, b, n, x, i, j, a_dot, b_dot, n_dot, x_dot, y_hat, y_bar, 
                 x_bar[p, skip + c] += q[c] * y_bar[u, c] + q_dot[c] * y_hat[u, c]
             for c in range(width):
                 q[c] = y_bar[u, c] * x[p, skip + c] + y_hat[u, c] * x_dot[p, skip + c]
-            give(q, u, v, a_bar, b_bar)
+            scatter(q, u, v, a_bar, b_bar)

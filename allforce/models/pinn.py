@@ -374,8 +374,8 @@ class PiNetDipole(PinnModel):
         if config.kind == "dipole" or not config.charge_neutrality:
             return q
         if config.neutral_unit == "water_molecule":
-            place = batch.order.argsort().argsort()  # among the atoms of all frames, as the files have them
-            group, count = torch.div(place, 3, rounding_mode="floor"), (len(q) + 2) // 3
+            position = batch.order.argsort().argsort()  # among the atoms of all frames, as the files have them
+            group, count = torch.div(position, 3, rounding_mode="floor"), (len(q) + 2) // 3
         else:
             group, count = batch.frame, batch.nframes
         total = q.new_zeros(count).index_add(0, group, q)

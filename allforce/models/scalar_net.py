@@ -128,17 +128,17 @@ def tangent_and_adjoint(net: Net, tape: list[LayerRecord], e_bar: Tensor, v: Ten
         layer, c = hidden[n], tape[n]
         assert c.g is not None
         z_bar, b_bar, idt_bar = activation_adjoint(layer, c, a_bar, z_dots[n])
-        w_bar = torch.mm(c.x.T, z_bar, out=landing(layer.w)).addmm_(a_dots[n].T, c.g)
+        w_bar = torch.mm(c.x.T, z_bar, out=gradient_target(layer.w)).addmm_(a_dots[n].T, c.g)
         gradients = [w_bar, b_bar, *([] if layer.idt is None else [idt_bar]), *gradients]
         if n > 0 or x_bar is not None:
             a_bar = add_residual_back(torch.mm(z_bar, layer.w.T, out=x_bar if n == 0 else None), a_bar, layer.copies)
     return gradients
 
 
-def landing(parameter: Tensor) -> Tensor | None:
+def gradient_target(parameter: Tensor) -> Tensor | None:
     """Where the trainer wants this gradient to lie, so that it need not be moved there; None: anywhere."""
-    landing = getattr(parameter, "landing", None)
-    return None if landing is None else landing.take()
+    target = getattr(parameter, "gradient_target", None)
+    return None if target is None else target.take()
 
 
 class ValueAndGradient(torch.autograd.Function):

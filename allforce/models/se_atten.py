@@ -221,8 +221,8 @@ class SeAtten(Moments):
         C = self.coefficients(a, b)  # (curves, K, M1)
         pair = (0 if centers == 1 else center) * nt + neighbor
         k, value, _ = grid.weights(x[:, 0].clamp(max=grid.hi))
-        place = (0 if len(C) == 1 else pair * grid.K) + k
-        rows = C.flatten(0, 1)[place[:, None] + torch.arange(value.shape[1], device=x.device)]
+        first = (0 if len(C) == 1 else pair * grid.K) + k
+        rows = C.flatten(0, 1)[first[:, None] + torch.arange(value.shape[1], device=x.device)]
         g = (value[:, :, None].to(C.dtype) * rows).sum(1)
         if self.nets.strip_net is None:
             return g
@@ -243,10 +243,10 @@ class SeAtten(Moments):
         i, j = batch.edges.i, batch.edges.j
         N, count = len(batch.type), batch.edges.first.diff()
         n = int(count.max()) if len(i) and count.device.type == "cpu" else int(self.nnei)  # a GPU does not wait for it
-        place = i * n + torch.arange(len(i), device=i.device) - batch.edges.first[i]
+        index = i * n + torch.arange(len(i), device=i.device) - batch.edges.first[i]
 
         def dense(values: Tensor) -> Tensor:
-            return values.new_zeros(N * n, values.shape[1]).index_copy(0, place, values).view(N, n, values.shape[1])
+            return values.new_zeros(N * n, values.shape[1]).index_copy(0, index, values).view(N, n, values.shape[1])
 
         used = self.used[batch.type[i], batch.edges.type[j]][:, None]
         mask = dense(used.to(w.dtype))[:, :, 0] > 0

@@ -64,13 +64,13 @@ class Triples:
     v: Tensor  # (E, 3) float64
     edges: Edges
     neighbor: Tensor  # (E,) type of the neighbour
-    place: Tensor  # (nt, nt) place of the net of two neighbour types
+    net_index: Tensor  # (nt, nt) number of the net of two neighbour types
     grid: Grid
     count: int  # nets
     dtype: torch.dtype
 
     def arguments(self) -> tuple:
-        arrays = (x.numpy() for x in (self.v, self.edges.first, self.neighbor, self.place))
+        arrays = (x.numpy() for x in (self.v, self.edges.first, self.neighbor, self.net_index))
         return *arrays, (self.grid.lo, 1.0 / self.grid.h, self.grid.K)
 
     @property
@@ -125,7 +125,7 @@ class SeE3(TwoBody):
     pt_part = ".seat"
     nets: PairNets
 
-    place: Tensor  # (nt, nt) int64
+    net_index: Tensor  # (nt, nt) int64
     scale: Tensor  # (nets,) 1/(sel_a sel_b)
 
     def __init__(self, config: SeE3Config, ntypes: int):
@@ -134,10 +134,10 @@ class SeE3(TwoBody):
         self.pairs = [(a, b) for a in range(ntypes) for b in range(a, ntypes)]
         self.nets = PairNets(config, self.pairs, ntypes, self.dtype)
         self.requires_grad_(config.trainable)
-        place = torch.zeros(ntypes, ntypes, dtype=torch.int64)
+        net_index = torch.zeros(ntypes, ntypes, dtype=torch.int64)
         for n, (a, b) in enumerate(self.pairs):
-            place[a, b] = place[b, a] = n
-        self.register_buffer("place", place, persistent=False)
+            net_index[a, b] = net_index[b, a] = n
+        self.register_buffer("net_index", net_index, persistent=False)
         sel = [int(n) for n in config.sel]
         scale = [1.0 / max(sel[a] * sel[b], 1) for a, b in self.pairs]
         self.register_buffer("scale", torch.tensor(scale, dtype=self.dtype), persistent=False)
@@ -173,7 +173,7 @@ class SeE3(TwoBody):
             return by_autograd(lambda x: self(batch, x), r)
         unit, q, dq = self.length_of_v(batch, r)
         neighbor = batch.edges.type[batch.edges.j]
-        triples = Triples(q * unit, batch.edges, neighbor, self.place, grid, len(self.pairs), self.dtype)
+        triples = Triples(q * unit, batch.edges, neighbor, self.net_index, grid, len(self.pairs), self.dtype)
         C = self.table.coefficients(self.nets) * self.scale[:, None]  # (K, nets, M)
         C = C.transpose(0, 1).reshape(-1, self.dim)
         across = q / torch.linalg.vector_norm(r, dim=1, keepdim=True)

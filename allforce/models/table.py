@@ -48,7 +48,7 @@ class SplineTable(nn.Module):
         self.dtype = dtype
         self.tolerance = self.default_tolerance
         self.grid: Grid | None = None
-        self.laid = False  # whether it has been decided if there is a grid
+        self.decided = False  # whether it has been decided if there is a grid
         self._kept: tuple[nn.Module, list[nn.Parameter], object, Tensor | None] | None = None  # see coefficients
         self.register_buffer("nodes", torch.zeros(0, 1, dtype=dtype), persistent=False)
         self.register_buffer("to_coefficients", torch.zeros(0, 0, dtype=dtype), persistent=False)
@@ -62,8 +62,8 @@ class SplineTable(nn.Module):
         """Number of nodes, 0 without a table."""
         return 0 if self.grid is None else self.grid.K
 
-    def lay(self, grid: Grid | None) -> None:
-        self.grid, self.laid = grid, True
+    def set_grid(self, grid: Grid | None) -> None:
+        self.grid, self.decided = grid, True
         if grid is not None:
             nodes, inverse = torch.from_numpy(grid.nodes()[:, None]), torch.from_numpy(grid.collocation_inverse())
             self.nodes = nodes.to(self.nodes)
@@ -128,7 +128,7 @@ class SplineTable(nn.Module):
         old, grid, now = self.grid.K, self.grid, error
         while now > self.tolerance and (K := self.nodes_for(now, grid.K)) <= MAX_NODES:
             grid = Grid(grid.lo, grid.hi, K)
-            self.lay(grid)
+            self.set_grid(grid)
             now = self.error(nets)
         if now > self.tolerance:
             self.grid = None

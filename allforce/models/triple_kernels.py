@@ -1,7 +1,8 @@
 """Compiled loops for CPUs over pairs of neighbours of an atom (se_e3.py); see kernels.py.
 
-v (E, 3) a vector for each edge, `first` the edges of each atom, `kind` (E,) the type of the neighbour, `place` (nt, nt)
-the net of two neighbour types; grid = (lo, inv_h, K): K splines from lo on, inv_h intervals to a unit.
+v (E, 3) a vector for each edge, `first` the edges of each atom, `kind` (E,) the type of the neighbour,
+`net_index` (nt, nt) the net of two neighbour types; grid = (lo, inv_h, K): K splines from lo on, inv_h intervals to a
+unit.
 What is written belongs to the central atom or to its edges, so they run on torch's threads (pool.py).
 """
 
@@ -24,7 +25,7 @@ def arsinh(g):
 
 
 @njit(**inline)
-def pair(v, kind, place, grid, j, k, value):
+def pair(v, kind, net_index, grid, j, k, value):
     """Of the edges j and k: g, its place in A, how often it counts; the splines at arsinh g, and where in the interval.
 
     Two neighbours of one type count twice: as (j, k) and as (k, j).
@@ -35,7 +36,7 @@ def pair(v, kind, place, grid, j, k, value):
     b = min(max(int(z), 0), K - WIDTH)
     polynomial(VALUE, z - b, value)
     w = 2.0 if kind[j] == kind[k] and j != k else 1.0
-    return g, place[kind[j], kind[k]] * K + b, w, z - b
+    return g, net_index[kind[j], kind[k]] * K + b, w, z - b
 
 
 @njit(**inline)
@@ -48,30 +49,30 @@ def slope_of(g, u, grid, value, slope):
 
 
 @njit(**options)
-def _moments(begin, end, v, first, kind, place, grid, A):
+def _moments(begin, end, v, first, kind, net_index, grid, A):
     value = np.empty(LANES)
     for i in range(begin, end):
         for j in range(first[i], first[i + 1]):
             for k in range(j, first[i + 1]):
-                g, at, w, _ = pair(v, kind, place, grid, j, k, value)
+                g, at, w, _ = pair(v, kind, net_index, grid, j, k, value)
                 for m in range(WIDTH):
                     A[i, at + m] += w * g * value[m]
 
 
 @njit(**options)
-def moments(v, first, kind, place, grid, A, pool):
+def moments(v, first, kind, net_index, grid, A, pool):
     """A[i, n·K + k] += g B_k(arsinh g), g = v_j·v_k, over pairs of edges of i; n the net of their neighbour types."""
-    spread(_moments, first.shape[0] - 1, (v, first, kind, place, grid, A), pool)
+    spread(_moments, first.shape[0] - 1, (v, first, kind, net_index, grid, A), pool)
 
 
 @njit(**options)
-def _pull(begin, end, v, first, kind, place, grid, gA, gv):
+def _pull(begin, end, v, first, kind, net_index, grid, gA, gv):
     value = np.empty(LANES)
     slope = np.empty(LANES)
     for i in range(begin, end):
         for j in range(first[i], first[i + 1]):
             for k in range(j, first[i + 1]):
-                g, at, w, u = pair(v, kind, place, grid, j, k, value)
+                g, at, w, u = pair(v, kind, net_index, grid, j, k, value)
                 slope_of(g, u, grid, value, slope)
                 s = 0.0
                 for m in range(WIDTH):
@@ -83,19 +84,19 @@ def _pull(begin, end, v, first, kind, place, grid, gA, gv):
 
 
 @njit(**options)
-def pull(v, first, kind, place, grid, gA, gv, pool):
+def pull(v, first, kind, net_index, grid, gA, gv, pool):
     """gv = ∂E/∂v from gA = ∂E/∂A."""
-    spread(_pull, first.shape[0] - 1, (v, first, kind, place, grid, gA, gv), pool)
+    spread(_pull, first.shape[0] - 1, (v, first, kind, net_index, grid, gA, gv), pool)
 
 
 @njit(**options)
-def _push(begin, end, v, first, kind, place, grid, u, A):
+def _push(begin, end, v, first, kind, net_index, grid, u, A):
     value = np.empty(LANES)
     slope = np.empty(LANES)
     for i in range(begin, end):
         for j in range(first[i], first[i + 1]):
             for k in range(j, first[i + 1]):
-                g, at, w, z = pair(v, kind, place, grid, j, k, value)
+                g, at, w, z = pair(v, kind, net_index, grid, j, k, value)
                 slope_of(g, z, grid, value, slope)
                 dg = 0.0
                 for c in range(3):
@@ -105,6 +106,6 @@ def _push(begin, end, v, first, kind, place, grid, u, A):
 
 
 @njit(**options)
-def push(v, first, kind, place, grid, u, A, pool):
+def push(v, first, kind, net_index, grid, u, A, pool):
     """The adjoint of pull: A += ∂(g B)/∂g (u_j·v_k + v_j·u_k)."""
-    spread(_push, first.shape[0] - 1, (v, first, kind, place, grid, u, A), pool)
+    spread(_push, first.shape[0] - 1, (v, first, kind, net_index, grid, u, A), pool)

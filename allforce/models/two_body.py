@@ -142,12 +142,12 @@ class TwoBody(Descriptor):
         self.table.tolerance = table.tolerance or self.table.default_tolerance
         smooth = self.config.activation_function.lower().partition(":")[0] not in NOT_SMOOTH
         if table.mode == "exact" or not smooth or self.nodes == 0 or not self.has_curves:
-            self.table.lay(None)
+            self.table.set_grid(None)
             return
         self.center = torch.stack([self.davg[:, 0], 1.0 / self.dstd[:, 0], 1.0 / self.dstd[:, 1]], 1)
         self.r_close = 0.95 * (nearest or NEAREST)
         s = environment(torch.tensor([[self.r_close, 0.0, 0.0]], dtype=torch.float64), *self.radii())[0, 0]
-        self.table.lay(Grid(*self.range_of_curves(float(s)), self.nodes or table.nodes))
+        self.table.set_grid(Grid(*self.range_of_curves(float(s)), self.nodes or table.nodes))
 
     has_curves: bool = True  # whether the embedding is a curve of one scalar
 
@@ -160,7 +160,7 @@ class TwoBody(Descriptor):
         return self.table.refresh(self.nets)
 
     def numbers(self) -> dict[str, Any]:
-        return {"table_nodes": self.table.K if self.table.laid else self.nodes} if self.has_curves else {}
+        return {"table_nodes": self.table.K if self.table.decided else self.nodes} if self.has_curves else {}
 
     def set_numbers(self, numbers: dict[str, Any]) -> None:
         self.nodes = numbers.get("table_nodes")

@@ -80,12 +80,12 @@ class Metrics:
         flat = torch.cat([self.sums.get(n, torch.zeros(3 if n.endswith("error") else 2)).double() for n in names])
         comm.all_reduce(flat)
         out: dict[str, float] = {}
-        place = 0
+        start = 0
         for name in names:
             tag, _, kind = name.partition("|")
             size = 3 if kind == "error" else 2
-            values = flat[place : place + size].tolist()
-            place += size
+            values = flat[start : start + size].tolist()
+            start += size
             if kind == "error":
                 out |= {f"METRICS/{tag}_MAE": values[0] / values[2], f"METRICS/{tag}_RMSE": sqrt(values[1] / values[2])}
             else:

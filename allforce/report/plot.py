@@ -138,11 +138,11 @@ def draw_timelines(pyplot: Any, timelines: list[Phases]) -> Any:
     colors = {name: shades[(2 * k + k // 10) % 20] for k, name in enumerate(names)}
     for panel, timeline in zip(panels[:, 0], timelines, strict=True):
         begin, end = window(timeline)
-        for place, row in enumerate(timeline.rows.values()):
+        for line, row in enumerate(timeline.rows.values()):
             inside = [(p, a, d) for p, a, d in row if a + d >= begin and a <= end]
             inside.sort(key=lambda r: -r[2])  # long ones first: what is inside lies on top
             bars = [(1e3 * (a - begin), 1e3 * d) for _, a, d in inside]
-            panel.broken_barh(bars, (place - 0.4, 0.8), color=[colors[p] for p, _, _ in inside], lw=0)
+            panel.broken_barh(bars, (line - 0.4, 0.8), color=[colors[p] for p, _, _ in inside], lw=0)
         panel.set_yticks(range(len(timeline.rows)), [f"rank {r}, {t}" for r, t in timeline.rows])
         panel.set(xlim=(0, 1e3 * (end - begin)), xlabel="ms", title=timeline.label)
         panel.invert_yaxis()

@@ -125,7 +125,7 @@ def calibrate(path: str, output: str) -> None:
     settings = load_input(path)
     settings = settings.model_copy(update={"training": settings.training.model_copy(update={"spatial_workers": 1})})
     job = prepare(settings, comm, Options(path, None, skip_neighbor_stat=True), device)
-    job.state.flat.land()
+    job.state.flat.write_directly()
     if comm.rank == 0:
         alone, _ = steps_of(job, SerialComm(), job.loader, device)
     comm.barrier()

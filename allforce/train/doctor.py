@@ -42,8 +42,8 @@ MESSAGE = 2**20  # float64 numbers of the message by which the bandwidth is meas
 SLOW, NARROW = 0.02, 20.0  # seconds of the smallest all-reduce, MB/s of a large one: beyond these something is wrong
 APART = 1.0  # seconds between clocks: more makes times of files and lines of the log useless
 DISK, MEMORY_DISK = 200e6, 64e6  # bytes: some checkpoints of a usual model; the gradients of all workers
-WELL, TOLD, RED = "ok", "--", "!!"
-COLORS = {WELL: "32", TOLD: "0", RED: "31"}
+OK, NOTE, RED = "ok", "--", "!!"
+COLORS = {OK: "32", NOTE: "0", RED: "31"}
 
 
 @dataclass
@@ -52,13 +52,13 @@ class Point:
 
     name: str
     text: str
-    mark: str = WELL
+    mark: str = OK
     remedy: str = ""
 
 
 @dataclass
-class Place:
-    """Where the workers are."""
+class Setting:
+    """The workers, and where they are."""
 
     world: World
     comm: CountedComm
@@ -80,7 +80,7 @@ def doctor(args: Namespace) -> int:
     world = detect()
     device, threads = devices.setup(world)
     comm = join(world, args.engine, device)
-    points = list(examine(Place(world, comm, device, threads, args.INPUT)))
+    points = list(examine(Setting(world, comm, device, threads, args.INPUT)))
     bad = sum(point.mark == RED for point in points)
     if comm.rank == 0:
         show(points)
@@ -103,33 +103,33 @@ def show(points: list[Point]) -> None:
     sys.stdout.flush()
 
 
-def examine(place: Place) -> Iterator[Point]:
-    for check in (launcher, versions, hardware, threads, all_reduce, clocks, listeners, room, input_and_data):
-        yield from check(place)
+def examine(setting: Setting) -> Iterator[Point]:
+    for check in (launcher, versions, hardware, threads, all_reduce, clocks, listeners, disk_space, input_and_data):
+        yield from check(setting)
 
 
 # ---- workers and machines
 
 
-def launcher(place: Place) -> Iterator[Point]:
-    world, comm = place.world, place.comm
+def launcher(setting: Setting) -> Iterator[Point]:
+    world, comm = setting.world, setting.comm
     started = "none" if world.launcher == "none" else world.started_by
     yield Point("launcher", f"{started}, {world.size} worker(s) on {', '.join(world.hosts)}")
     shared = ", gradients in shared memory" if isinstance(comm.comm, HostComm) else ""
     yield Point("engine", f"{comm.engine}{shared}")
-    for note in dict.fromkeys(filter(None, place.gather(world.note))):
+    for note in dict.fromkeys(filter(None, setting.gather(world.note))):
         yield Point("launcher", note, RED, "Unset what is left over, or start all workers with one launcher.")
 
 
-def versions(place: Place) -> Iterator[Point]:
-    mine = {"python": platform.python_version()} | {name: v for name in PACKAGES if (v := _version(name))}
-    told = place.gather(mine)
-    yield Point("versions", ", ".join(f"{name} {version}" for name, version in told[0].items()))
-    for rank, other in enumerate(told):
-        if other != told[0]:
+def versions(setting: Setting) -> Iterator[Point]:
+    own = {"python": platform.python_version()} | {name: v for name in PACKAGES if (v := _version(name))}
+    reports = setting.gather(own)
+    yield Point("versions", ", ".join(f"{name} {version}" for name, version in reports[0].items()))
+    for rank, other in enumerate(reports):
+        if other != reports[0]:
             yield Point(
                 "versions",
-                f"rank {rank} has {', '.join(f'{k} {v}' for k, v in other.items() if told[0].get(k) != v)}",
+                f"rank {rank} has {', '.join(f'{k} {v}' for k, v in other.items() if reports[0].get(k) != v)}",
                 RED,
                 "Use one environment on all machines: give the whole path of dp, or activate it in the job script.",
             )
@@ -143,20 +143,20 @@ def _version(name: str) -> str:
         return ""
 
 
-def hardware(place: Place) -> Iterator[Point]:
-    cuda = place.device.type == "cuda"
-    mine = torch.cuda.get_device_name(place.device) if cuda else f"CPU ({platform.machine()})"
+def hardware(setting: Setting) -> Iterator[Point]:
+    cuda = setting.device.type == "cuda"
+    own = torch.cuda.get_device_name(setting.device) if cuda else f"CPU ({platform.machine()})"
     unused = not cuda and os.environ.get("DEVICE", "").lower() != "cpu" and Path("/dev/nvidia0").exists()
-    told = place.gather([socket.gethostname(), mine, unused, psutil.virtual_memory().available, _busy()])
-    names = dict.fromkeys(name for _, name, *_ in told)
-    yield Point("devices", ", ".join(f"{sum(t[1] == n for t in told)} x {n}" for n in names))
-    if idle := sorted({host for host, _, unused, *_ in told if unused}):
+    reports = setting.gather([socket.gethostname(), own, unused, psutil.virtual_memory().available, _busy()])
+    names = dict.fromkeys(name for _, name, *_ in reports)
+    yield Point("devices", ", ".join(f"{sum(t[1] == n for t in reports)} x {n}" for n in names))
+    if idle := sorted({host for host, _, unused, *_ in reports if unused}):
         remedy = "Install a torch with CUDA, look at CUDA_VISIBLE_DEVICES and nvidia-smi, or say DEVICE=cpu."
         yield Point("devices", f"{', '.join(idle)}: there is a GPU that torch does not see", RED, remedy)
-    for host in dict.fromkeys(t[0] for t in told):
-        free, busy = next((t[3], t[4]) for t in told if t[0] == host)
-        yield Point("memory", f"{host}: {free / 1e9:.1f} GB free", WELL if free > 1e9 else RED, _memory_remedy(free))
-        yield Point("load", f"{host}: {100 * busy:.0f} % of the CPUs were in use before this began", TOLD)
+    for host in dict.fromkeys(t[0] for t in reports):
+        free, busy = next((t[3], t[4]) for t in reports if t[0] == host)
+        yield Point("memory", f"{host}: {free / 1e9:.1f} GB free", OK if free > 1e9 else RED, _memory_remedy(free))
+        yield Point("load", f"{host}: {100 * busy:.0f} % of the CPUs were in use before this began", NOTE)
 
 
 def _memory_remedy(free: float) -> str:
@@ -167,10 +167,11 @@ def _busy() -> float:
     return min(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
-def threads(place: Place) -> Iterator[Point]:
-    crowded = devices.crowded(place.threads, place.comm) if place.device.type == "cpu" else []
-    told = sorted(set(place.gather(place.threads.intra)))
-    yield Point("threads", f"{' to '.join(map(str, told[:: max(1, len(told) - 1)]))} a worker ({place.threads.source})")
+def threads(setting: Setting) -> Iterator[Point]:
+    crowded = devices.crowded(setting.threads, setting.comm) if setting.device.type == "cpu" else []
+    counts = sorted(set(setting.gather(setting.threads.intra)))
+    ends = counts[:: max(1, len(counts) - 1)]
+    yield Point("threads", f"{' to '.join(map(str, ends))} a worker ({setting.threads.source})")
     for sentence in crowded:
         what, _, remedy = sentence.partition(". ")
         yield Point("threads", what, RED, remedy)
@@ -179,22 +180,22 @@ def threads(place: Place) -> Iterator[Point]:
 # ---- between the workers
 
 
-def all_reduce(place: Place) -> Iterator[Point]:
-    if place.comm.size == 1:
+def all_reduce(setting: Setting) -> Iterator[Point]:
+    if setting.comm.size == 1:
         return
-    few, many = (place.comm.buffer(n, torch.float64, place.device) for n in (1, MESSAGE))
-    latency, bytes_ = _seconds(place, few, 50), many.numel() * many.element_size()
-    seconds = _seconds(place, many, 5)
-    many.fill_(1 + place.comm.rank)
-    place.comm.all_reduce(many)
-    size = place.comm.size
-    right = all(place.gather(bool((many == size * (size + 1) / 2).all())))
+    few, many = (setting.comm.buffer(n, torch.float64, setting.device) for n in (1, MESSAGE))
+    latency, bytes_ = _seconds(setting, few, 50), many.numel() * many.element_size()
+    seconds = _seconds(setting, many, 5)
+    many.fill_(1 + setting.comm.rank)
+    setting.comm.all_reduce(many)
+    size = setting.comm.size
+    right = all(setting.gather(bool((many == size * (size + 1) / 2).all())))
     rate = bytes_ / seconds / 1e6
     slow = latency > SLOW or rate < NARROW
     yield Point(
         "all-reduce",
         f"{1e6 * latency:.0f} µs for one number, {rate:.0f} MB/s ({bytes_ / 1e6:.0f} MB in {1e3 * seconds:.1f} ms)",
-        RED if slow else WELL,
+        RED if slow else OK,
         "Something else uses these cores, or the network interface is the wrong one (GLOO_SOCKET_IFNAME, "
         "NCCL_SOCKET_IFNAME)."
         if slow
@@ -205,35 +206,35 @@ def all_reduce(place: Place) -> Iterator[Point]:
         yield Point("all-reduce", "the sum over all workers is wrong", RED, remedy)
 
 
-def _seconds(place: Place, tensor: torch.Tensor, count: int) -> float:
+def _seconds(setting: Setting, tensor: torch.Tensor, count: int) -> float:
     """Median time of a sum over all workers, the same on all."""
     times = []
     for _ in range(count + 2):
-        place.comm.barrier()
+        setting.comm.barrier()
         begun = time.perf_counter()
-        place.comm.all_reduce(tensor.zero_())
-        if place.device.type == "cuda":
-            torch.cuda.synchronize(place.device)
+        setting.comm.all_reduce(tensor.zero_())
+        if setting.device.type == "cuda":
+            torch.cuda.synchronize(setting.device)
         times.append(time.perf_counter() - begun)
-    return max(place.gather(median(times[2:])))
+    return max(setting.gather(median(times[2:])))
 
 
-def clocks(place: Place) -> Iterator[Point]:
+def clocks(setting: Setting) -> Iterator[Point]:
     """See CountedComm.compare_clocks: every barrier bounds the offset of a clock to that of rank 0."""
-    if place.comm.size == 1:
+    if setting.comm.size == 1:
         return
     times = []
     for _ in range(20):
         came = time.time()
-        place.comm.barrier()
+        setting.comm.barrier()
         times.append((came, time.time()))
-    told = place.gather(times)
-    offsets = [bounds(theirs, told[0]) for theirs in told]
+    reports = setting.gather(times)
+    offsets = [bounds(times, reports[0]) for times in reports]
     worst = max(range(len(offsets)), key=lambda r: _least(offsets[r]))
     least, high = _least(offsets[worst]), max(map(abs, offsets[worst]))
     bad = least > APART
     text = f"at most {1e3 * high:.1f} ms apart" if not bad else f"rank {worst} is {least:.1f} s or more off rank 0"
-    yield Point("clocks", text, RED if bad else WELL, "Let chronyd or ntpd set the clocks of all machines." * bad)
+    yield Point("clocks", text, RED if bad else OK, "Let chronyd or ntpd set the clocks of all machines." * bad)
 
 
 def _least(offset: tuple[float, float]) -> float:
@@ -242,22 +243,22 @@ def _least(offset: tuple[float, float]) -> float:
     return 0.0 if low <= 0 <= high else min(abs(low), abs(high))
 
 
-def listeners(place: Place) -> Iterator[Point]:
+def listeners(setting: Setting) -> Iterator[Point]:
     """Ports of the workers and of their launcher that others can reach."""
-    mine = {("worker", *found) for found in _listening(os.getpid())}
-    if place.world.size > 1:
-        mine |= {("launcher", *found) for found in _listening(place.world.launcher_pid)}
-    told = sorted({tuple(entry) for entries in place.gather(sorted(mine)) for entry in entries})
-    open_ = [(who, ip, port) for who, ip, port in told if not is_loopback(ip)]
-    count = len(told) - len(open_)
+    own = {("worker", *found) for found in _listening(os.getpid())}
+    if setting.world.size > 1:
+        own |= {("launcher", *found) for found in _listening(setting.world.launcher_pid)}
+    reports = sorted({tuple(entry) for entries in setting.gather(sorted(own)) for entry in entries})
+    open_ = [(who, ip, port) for who, ip, port in reports if not is_loopback(ip)]
+    count = len(reports) - len(open_)
     yield Point("listeners", f"{count} on the loopback" if count or open_ else "none")
     if not open_:
         return
     text = ", ".join(f"{who} {ip}:{port}" for who, ip, port in open_[:8]) + " …" * (len(open_) > 8)
-    avoidable = place.world.one_host and place.world.launcher not in MPI_LAUNCHERS
+    avoidable = setting.world.one_host and setting.world.launcher not in MPI_LAUNCHERS
     remedy = "On one machine --workers opens no port that others reach." if avoidable else ""
     more = "" if avoidable else "; docs/parallel.md says whose they are. Use a network that strangers do not reach"
-    yield Point("listeners", f"reached from outside: {text}{more}", RED if avoidable else TOLD, remedy)
+    yield Point("listeners", f"reached from outside: {text}{more}", RED if avoidable else NOTE, remedy)
 
 
 def _listening(pid: int) -> set[tuple[str, int]]:
@@ -271,52 +272,52 @@ def _listening(pid: int) -> set[tuple[str, int]]:
 # ---- files
 
 
-def room(place: Place) -> Iterator[Point]:
+def disk_space(setting: Setting) -> Iterator[Point]:
     folder = Path.cwd()
-    if place.input is not None:
+    if setting.input is not None:
         try:
-            training = load_input(place.input).training
+            training = load_input(setting.input).training
             folder = (Path(training.save_dir or ".") / training.save_ckpt).parent
         except (UserError, OSError):
             pass  # told by the check of the input
     folder = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.is_dir())
-    mine = [socket.gethostname(), _free("/dev/shm"), _free(str(folder)), os.access(folder, os.W_OK)]
-    told = place.gather(mine)
-    free, writable = told[0][2:]  # rank 0 alone writes
+    own = [socket.gethostname(), _free("/dev/shm"), _free(str(folder)), os.access(folder, os.W_OK)]
+    reports = setting.gather(own)
+    free, writable = reports[0][2:]  # rank 0 alone writes
     yield Point(
         "disk",
         f"{folder}: {free / 1e9:.1f} GB free" + ("" if writable else ", and no right to write"),
-        WELL if writable and free > DISK else RED,
+        OK if writable and free > DISK else RED,
         "" if writable and free > DISK else "Free some space, or set training/save_dir to a folder with room.",
     )
-    for host in dict.fromkeys(t[0] for t in told):
-        shm = next(t[1] for t in told if t[0] == host)
+    for host in dict.fromkeys(t[0] for t in reports):
+        shm = next(t[1] for t in reports if t[0] == host)
         if shm is not None:
             bad = shm < MEMORY_DISK
             remedy = "Remove old files there (in a container: --shm-size=1g), or set ALLFORCE_SHARED_MEMORY=0." * bad
-            yield Point("/dev/shm", f"{host}: {shm / 1e9:.2f} GB free", RED if bad else WELL, remedy)
+            yield Point("/dev/shm", f"{host}: {shm / 1e9:.2f} GB free", RED if bad else OK, remedy)
 
 
 def _free(path: str) -> int | None:
     return shutil.disk_usage(path).free if os.path.isdir(path) else None
 
 
-def input_and_data(place: Place) -> Iterator[Point]:
-    if place.input is None:
-        yield Point("input and data", "not looked at: `dp doctor input.json` does", TOLD)
+def input_and_data(setting: Setting) -> Iterator[Point]:
+    if setting.input is None:
+        yield Point("input and data", "not looked at: `dp doctor input.json` does", NOTE)
         return
-    settings, problem = _tried(lambda: load_input(place.input or ""))
-    yield from _compared(place, "input", _digest(settings) if settings else "", problem)
-    if settings is None or any(place.gather(settings is None)):
+    settings, problem = _tried(lambda: load_input(setting.input or ""))
+    yield from _compared(setting, "input", _digest(settings) if settings else "", problem)
+    if settings is None or any(setting.gather(settings is None)):
         return
-    yield from _compared(place, "data", *_data(place, settings))
+    yield from _compared(setting, "data", *_data(setting, settings))
 
 
 def _digest(settings: Input) -> str:
     return hashlib.sha256(json.dumps(normalised(settings)).encode()).hexdigest()[:16]
 
 
-def _data(place: Place, settings: Input) -> tuple[str, str]:
+def _data(setting: Setting, settings: Input) -> tuple[str, str]:
     from allforce.distributed.comm import SerialComm  # every rank looks for itself; they are compared afterwards
 
     found, problem = _tried(lambda: open_data(settings, None, SerialComm()))
@@ -330,18 +331,18 @@ def _tried(what: Any) -> tuple[Any, str]:
         return None, str(error)
 
 
-def _compared(place: Place, name: str, value: str, problem: str) -> Iterator[Point]:
-    told = place.gather([value, problem])
-    for rank, (_, words) in enumerate(told):
+def _compared(setting: Setting, name: str, value: str, problem: str) -> Iterator[Point]:
+    reports = setting.gather([value, problem])
+    for rank, (_, words) in enumerate(reports):
         if words:
             yield Point(
-                name, f"rank {rank}: {words}", RED, f"See `dp train {place.input} --dry-run` when it is mended."
+                name, f"rank {rank}: {words}", RED, f"See `dp train {setting.input} --dry-run` when it is mended."
             )
             return
-    others = [rank for rank, (found, _) in enumerate(told) if found != told[0][0]]
+    others = [rank for rank, (found, _) in enumerate(reports) if found != reports[0][0]]
     if others:
         names = ", ".join(map(str, others[:8])) + " …" * (len(others) > 8)
         remedy = "Put it where all machines see the same files, or copy it anew to all of them."
-        yield Point(name, f"rank 0 has {told[0][0]}, others have not: rank {names}", RED, remedy)
+        yield Point(name, f"rank 0 has {reports[0][0]}, others have not: rank {names}", RED, remedy)
     else:
-        yield Point(name, f"{told[0][0]}" + ", the same on all workers" * (len(told) > 1))
+        yield Point(name, f"{reports[0][0]}" + ", the same on all workers" * (len(reports) > 1))

@@ -89,9 +89,9 @@ def plan_of(job: Job, settings: Input, workers: int, groups: int) -> Iterator[st
     schedule = Schedule(scaled.learning_rate, steps, groups, getattr(settings.loss, "schedule", "lr"))
     sizes = [data.mixed_batch] if data.mixed_batch else data.batch_sizes
     low, high = (f(sizes) * groups * training.acc_freq for f in (min, max))
-    told = job.comm.gather([data.total_batches(), sum(s.nframes for s in data.systems), len(data.systems)])
+    counts = job.comm.gather([data.total_batches(), sum(s.nframes for s in data.systems), len(data.systems)])
     own = training.sharding == "partition"  # every worker has systems of its own
-    batches, frames, systems = map(sum, zip(*(told if own else told[:1]), strict=True))
+    batches, frames, systems = map(sum, zip(*(counts if own else counts[:1]), strict=True))
     yield f"with {workers} worker(s):"
     yield f"    epoch: {frames} frames of {systems} systems, {batches} micro-batches" + (
         f", {batches / (groups * training.acc_freq):.1f} steps"

@@ -218,12 +218,12 @@ def summary_rows(
 def timeline_of(option: str | None, job: Job, comm: Comm) -> str | None:
     """Its file, by option, input or Horovod's variable (unless Horovod itself is there to write that)."""
     config = job.input.training
-    theirs = os.environ.get("HOROVOD_TIMELINE", "")
-    if theirs and comm.rank == 0 and (why := no_timeline(theirs, comm.engine)):
-        log.warning(f"HOROVOD_TIMELINE={theirs}: nothing will be written, {why}")
+    path = os.environ.get("HOROVOD_TIMELINE", "")
+    if path and comm.rank == 0 and (why := no_timeline(path, comm.engine)):
+        log.warning(f"HOROVOD_TIMELINE={path}: nothing will be written, {why}")
     if option or config.profiling:
         return option or config.profiling_file
-    return theirs if theirs and theirs != DYNAMIC and comm.engine != "horovod" else None
+    return path if path and path != DYNAMIC and comm.engine != "horovod" else None
 
 
 def no_timeline(path: str, engine: str) -> str:

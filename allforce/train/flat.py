@@ -69,11 +69,11 @@ class FlatParameters:
         pieces = flat.split([p.numel() for p in parameters])
         return [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)]
 
-    def land(self) -> None:
+    def write_directly(self) -> None:
         """Let functions write gradients straight into the buffer; only when a step has one micro-batch."""
         for parameter, target in zip(self.parameters, self._gradients, strict=True):
             if parameter.dtype == target.dtype:
-                parameter.landing = Landing(target, self)  # type: ignore[attr-defined]
+                parameter.gradient_target = GradientTarget(target, self)  # type: ignore[attr-defined]
 
     def differentiate(self, loss: Tensor, sums: Tensor, scale: float, first: bool) -> None:
         """Set (first) or add scale·∂loss/∂parameters and the metric sums of one micro-batch.
@@ -128,7 +128,7 @@ class FlatParameters:
         return dict(zip(self.names, views, strict=True))
 
 
-class Landing:
+class GradientTarget:
     """The target of a parameter's gradient in the buffer, for the first of a backward pass that asks for it.
 
     A net that is used twice has two gradients, which autograd adds: the second must not lie where the first does.

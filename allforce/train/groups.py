@@ -46,9 +46,9 @@ def memory_of_worker(comm: Comm, device: torch.device) -> float:
         own, name = torch.cuda.get_device_properties(device).total_memory, f"{host} gpu {device.index}"
     else:
         own, name = memory_of_host(), host
-    told = comm.gather([name, own])
-    names = [name for name, _ in told]
-    return min(bytes / names.count(name) for name, bytes in told)
+    reports = comm.gather([name, own])
+    names = [name for name, _ in reports]
+    return min(bytes / names.count(name) for name, bytes in reports)
 
 
 def choose_groups(

@@ -181,11 +181,11 @@ def against(costs: Costs, measured: list[tuple[int, int, float]]) -> list[str]:
     """(workers, split, samples a second) as measured on this machine beside what the model says for it."""
     lines = []
     for workers, split, rate in measured:
-        said = costs.rate(workers, split)
+        guess = costs.rate(workers, split)
         shared = f", which share {costs.cores} cores" if workers > costs.cores else ""
         lines.append(
-            f"predicted for {workers} worker(s) here{f', {split} a frame' if split > 1 else ''}{shared}: {said:.2f} "
-            f"samples/s, {100 * (said / rate - 1):+.0f} % of what was measured"
+            f"predicted for {workers} worker(s) here{f', {split} a frame' if split > 1 else ''}{shared}: {guess:.2f} "
+            f"samples/s, {100 * (guess / rate - 1):+.0f} % of what was measured"
         )
     return lines
 

@@ -131,7 +131,7 @@ def prepare(settings: Input, comm: Comm, options: Options, device: torch.device,
     if mesh.size > 1:
         check_sums(model, loss.wanted, "training/spatial_workers")
     cache = make_cache(settings.training.cache_memory, comm)
-    block = mesh.place, mesh.size
+    block = mesh.position, mesh.size
     loader = Loader(training, sampler, model.needs, device, cache, block)
     state = initial_state(model, settings, loader, loss, source, options, comm)
     held_out = None

@@ -123,10 +123,10 @@ def _findings(found: dict[str, Row], ranks: list[RankTimes]) -> Iterator[str]:
 
     several = len(ranks) > 1
     working = sum(r.wall - r.waiting - r.phases.get(DATA, 0.0) for r in ranks)
-    got = sum(r.cpu for r in ranks) / (working or 1.0)
-    if ranks[0].gpu_memory is None and got < 0.7:
+    cpu = sum(r.cpu for r in ranks) / (working or 1.0)
+    if ranks[0].gpu_memory is None and cpu < 0.7:
         yield (
-            f"verdict: {'a worker' if several else 'the training'} gets {got:.2f} of one core while it computes: other "
+            f"verdict: {'a worker' if several else 'the training'} gets {cpu:.2f} of one core while it computes: other "
             "programs, or too many workers, share these CPUs. Everything takes that much longer."
         )
     if DATA in found and found[DATA].worst >= 0.1 * ranks[found[DATA].slowest].wall:

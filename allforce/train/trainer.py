@@ -44,7 +44,7 @@ class Trainer:
         self.config, self.state, self.loss, self.schedule = job.input.training, job.state, job.loss, job.schedule
         self.model, self.flat, self.mesh = job.state.model, job.state.flat, job.mesh
         if self.config.acc_freq == 1:
-            self.flat.land()
+            self.flat.write_directly()
         self.first, self.last = job.state.step, job.numb_steps
         self.display = Display(
             self.config, job.loss.names, comm.rank, self.first, self.last, job.restarted, monitor.facts
