@@ -34,9 +34,9 @@ class Count:
     bytes: int = 0
     seconds: float = 0.0
 
-    def add(self, bytes: int, seconds: float) -> None:
+    def add(self, nbytes: int, seconds: float) -> None:
         self.calls += 1
-        self.bytes += bytes
+        self.bytes += nbytes
         self.seconds += seconds
 
 
@@ -47,11 +47,11 @@ class Record:
     counts: dict[tuple[str, int], Count] = field(default_factory=dict)  # by routine and bin of sizes
     waiting: float = 0.0  # seconds, of the calls that are settled
 
-    def add(self, routine: str, bytes: int, seconds: float) -> None:
-        key = routine, size_bin(bytes)
+    def add(self, routine: str, nbytes: int, seconds: float) -> None:
+        key = routine, size_bin(nbytes)
         if key not in self.counts:
             self.counts[key] = Count()
-        self.counts[key].add(bytes, seconds)
+        self.counts[key].add(nbytes, seconds)
 
     def routine(self, name: str) -> Count:
         """All sizes together."""
@@ -63,9 +63,9 @@ class Record:
         return sum(c.seconds for c in self.counts.values())
 
 
-def size_bin(bytes: int) -> int:
+def size_bin(nbytes: int) -> int:
     """0: nothing; 1: up to 4 bytes, 2: 5 to 8, 3: 9 to 16, … doubling."""
-    return max(1, (bytes - 1).bit_length() - 1) if bytes > 0 else 0
+    return max(1, (nbytes - 1).bit_length() - 1) if nbytes > 0 else 0
 
 
 class CountedComm:

@@ -61,6 +61,11 @@ class Descriptor(nn.Module):
         """See Model.complete."""
         return config, []
 
+    @classmethod
+    def is_complete(cls, config: Any) -> bool:
+        """See Model.is_complete."""
+        return True
+
     def fit_statistics(self, sample: Sample) -> None:
         """Mean and deviation of its input."""
 

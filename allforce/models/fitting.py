@@ -13,6 +13,7 @@ from allforce.config.section import Section
 from allforce.data.batch import Batch
 from allforce.data.sample import Sample
 from allforce.errors import UserError
+from allforce.models.potential import OUTPUTS
 from allforce.models.pull import by_autograd
 from allforce.models.serial import fill_arrays, part_tree
 
@@ -86,7 +87,7 @@ class Fitting(nn.Module):
 class EnergyFitting(Fitting):
     """Atomic energies: a differentiable function of the descriptor."""
 
-    outputs: tuple[str, ...] = ("energy", "forces", "virial", "atomic energy", "atomic virial")
+    outputs: tuple[str, ...] = OUTPUTS
 
     def forward(self, D: Tensor, batch: Batch) -> Tensor:
         """e (N,) in float64 from D (N, dim), twice differentiable by D."""

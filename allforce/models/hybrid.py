@@ -78,6 +78,10 @@ class Hybrid(Descriptor):
             warnings += [f"model/descriptor/list/{n}: {line}" for line in found]
         return config.model_copy(update={"list": parts}), warnings
 
+    @classmethod
+    def is_complete(cls, config: HybridConfig) -> bool:
+        return all(PLAIN[part.type].is_complete(part) for part in config.list)
+
     def fit_statistics(self, sample: Sample) -> None:
         for d in self.members:
             d.fit_statistics(SeenBy(sample, d.limit, self.limit))  # type: ignore[arg-type]

@@ -62,6 +62,11 @@ class Model(nn.Module):
         """
         return config, []
 
+    @classmethod
+    def is_complete(cls, config: Any) -> bool:
+        """Whether the section leaves nothing to the data, so that neighbours need not be counted."""
+        return True
+
     @property
     def needs(self) -> Needs:
         """What it needs to see of a frame."""

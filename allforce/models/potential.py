@@ -17,13 +17,14 @@ from allforce.models.edges import AtomsOfEdges
 from allforce.models.model import Model
 from allforce.models.pull import by_autograd
 
+OUTPUTS = ("energy", "forces", "virial", "atomic energy", "atomic virial")
 DERIVATIVES = frozenset({"forces", "virial", "atomic virial"})
 
 
 class Potential(Model):
     """Base of all energy models: derive from it and write `energies`."""
 
-    outputs: tuple[str, ...] = ("energy", "forces", "virial", "atomic energy", "atomic virial")
+    outputs: tuple[str, ...] = OUTPUTS
 
     def energies(self, batch: Batch, r: Tensor) -> Tensor:
         """e_i (N,) in float64 of the edge vectors r (E, 3), twice differentiable by r. Use r, not batch.edges.r."""

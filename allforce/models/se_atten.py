@@ -35,7 +35,7 @@ from allforce.models.moments import Geometry, TablePull, TableSum
 from allforce.models.pull import Pull
 from allforce.models.sel import complete_sel
 from allforce.models.serial import collection, copy_nets, layer_from_pt, nets_from_pt, refuse
-from allforce.models.two_body import Moments, TwoBodyConfig, sum_over_edges
+from allforce.models.two_body import Moments, MomentsConfig, sum_over_edges
 
 ROWS = 2048  # neighbours that attention layers take at a time on a CPU: what passes between them stays in the cache
 WORTH = 4  # the table pays as long as its rows are fewer than this times the edges
@@ -47,19 +47,13 @@ Slots = (
 )
 
 
-class AttentionKeys(TwoBodyConfig):
+class AttentionKeys(MomentsConfig):
     """Keys that se_atten and se_atten_v2 share."""
 
     sel: Slots = key(
         "auto",
         'Largest number of neighbours kept, of all types together (a list is summed up); or "auto:f": the largest '
         'number in the training data times f ("auto" is "auto:1.1").',
-    )
-    axis_neuron: Int = key(
-        4,
-        "Columns of the embedding matrix used for the second factor; at most the last of neuron.",
-        ge=1,
-        aliases=("n_axis_neuron",),
     )
     type_one_side: bool = key(
         False, "true: the embedding knows the type of the neighbour; false: also that of the centre."
@@ -89,8 +83,6 @@ class AttentionKeys(TwoBodyConfig):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from super().problems()
-        if self.axis_neuron > self.neuron[-1]:
-            yield "axis_neuron", f"{self.axis_neuron} must not exceed the last of neuron, {self.neuron[-1]}"
         for name in ("attn_mask", "use_econf_tebd"):
             if getattr(self, name):
                 yield name, "true is not supported; expected false"

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from allforce.config.keys import Int, Sel, per_type
+from allforce.config.keys import Sel, per_type
 from allforce.config.section import key
 from allforce.data.batch import Batch
 from allforce.models.env_stat import load_slots, slots
@@ -24,30 +24,19 @@ from allforce.models.layers import Net, generator, side_by_side
 from allforce.models.moments import TablePull, TableSum
 from allforce.models.pull import Pull
 from allforce.models.serial import collection, copy_nets
-from allforce.models.two_body import SEL_HELP, Curve, Moments, TwoBodyConfig
+from allforce.models.two_body import SEL_HELP, Curve, Moments, MomentsConfig
 
 
-class SeE2AConfig(TwoBodyConfig):
+class SeE2AConfig(MomentsConfig):
     """Deep Potential, smooth edition: full relative coordinates, embedding of two atoms."""
 
     type_aliases = ("se_a",)
 
     type: Literal["se_e2_a"] = key("se_e2_a", 'Kind of descriptor (required): "se_e2_a".')
     sel: Sel = key("auto", SEL_HELP)
-    axis_neuron: Int = key(
-        4,
-        "Columns of the embedding matrix used for the second factor; at most the last of neuron.",
-        ge=1,
-        aliases=("n_axis_neuron",),
-    )
     type_one_side: bool = key(
         False, "true: one embedding net per type of neighbour; false: one per pair (centre, neighbour)."
     )
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        yield from super().problems()
-        if self.axis_neuron > self.neuron[-1]:
-            yield "axis_neuron", f"{self.axis_neuron} must not exceed the last of neuron, {self.neuron[-1]}"
 
     def problems_with_types(self, ntypes: int) -> Iterator[tuple[str, str]]:
         yield from per_type("sel", self.sel, ntypes)

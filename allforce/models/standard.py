@@ -129,6 +129,10 @@ class StandardModel(Potential):
             config = config.model_copy(update={"fitting_net": fitting})
         return config, warnings
 
+    @classmethod
+    def is_complete(cls, config: StandardConfig) -> bool:
+        return DESCRIPTORS[config.descriptor.type].is_complete(config.descriptor)
+
     @property
     def needs(self) -> Needs:
         f = self.fitting

@@ -18,6 +18,7 @@ from allforce.config.keys import (
     PRECISION_HELP,
     SEED_HELP,
     Activation,
+    Int,
     Pair,
     Precision,
     Seed,
@@ -91,6 +92,22 @@ class TwoBodyConfig(Section):
         yield from known_types("exclude_types", self.exclude_types, ntypes)
 
 
+class MomentsConfig(TwoBodyConfig):
+    """Keys of those whose descriptor is the product of two matrices, see Moments."""
+
+    axis_neuron: Int = key(
+        4,
+        "Columns of the embedding matrix used for the second factor; at most the last of neuron.",
+        ge=1,
+        aliases=("n_axis_neuron",),
+    )
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        yield from super().problems()
+        if self.axis_neuron > self.neuron[-1]:
+            yield "axis_neuron", f"{self.axis_neuron} must not exceed the last of neuron, {self.neuron[-1]}"
+
+
 class TwoBody(Descriptor):
     """A descriptor of the environment matrix."""
 
@@ -128,6 +145,10 @@ class TwoBody(Descriptor):
     @classmethod
     def complete(cls, config: Any, count: Any, before: Any = None) -> tuple[Any, list[str]]:
         return complete_sel(config, count, before, cls.mixed_sel)
+
+    @classmethod
+    def is_complete(cls, config: Any) -> bool:
+        return not isinstance(config.sel, str)
 
     def fit_statistics(self, sample: Sample) -> None:
         davg, dstd = environment_statistics(sample, self.config, self.config.sel, self.stat_kind)

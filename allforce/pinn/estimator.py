@@ -179,14 +179,14 @@ class Estimator:
         if not all(here.comm.gather(bool(given[1]))):  # all workers evaluate, or none does
             given = (given[0], None)
         sharding = self._sharding(given[0], here.comm)
-        input = self._input(dataset.batch_size or 1, int(max_steps), sharding, bool(given[1]))
+        settings = self._input(dataset.batch_size or 1, int(max_steps), sharding, bool(given[1]))
         if here.comm.rank == 0:
             self.model_dir.mkdir(parents=True, exist_ok=True)
             self._write_params()
         restart = here.comm.gather(str(self.latest) if self.latest else None)[0]
         options = Options("params", str(self.model_dir / "out.json"), restart=restart)
         try:
-            job = run(input, options, *here, data=given)
+            job = run(settings, options, *here, data=given)
         except NothingToDo:
             return
         if job.exit_code:  # asked to end by a signal

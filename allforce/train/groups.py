@@ -48,7 +48,7 @@ def memory_of_worker(comm: Comm, device: torch.device) -> float:
         own, name = memory_of_host(), host
     reports = comm.gather([name, own])
     names = [name for name, _ in reports]
-    return min(bytes / names.count(name) for name, bytes in reports)
+    return min(free / names.count(name) for name, free in reports)
 
 
 def choose_groups(

@@ -37,9 +37,9 @@ class Link:
     latency: float
     bandwidth: float
 
-    def all_reduce(self, workers: int, bytes: float) -> float:
+    def all_reduce(self, workers: int, nbytes: float) -> float:
         stages = math.ceil(math.log2(workers)) if workers > 1 else 0
-        return self.latency * stages + 2 * (workers - 1) / workers * bytes / self.bandwidth
+        return self.latency * stages + 2 * (workers - 1) / workers * nbytes / self.bandwidth
 
 
 NETWORK = Link(5e-6, 1e10)  # between machines, unless something else is said

@@ -21,6 +21,7 @@ import psutil
 from allforce.config.load import load_input, normalised
 from allforce.errors import UserError
 from allforce.logs import log
+from allforce.models import MODELS
 from allforce.report.plot import plot
 from allforce.train.predict import NETWORK, Costs, Link, against, average, measure_costs, words
 from allforce.train.predict import table as predicted
@@ -136,10 +137,12 @@ def busy(seconds: float = 0.5) -> list[str]:
 
 
 def _plan(path: str, steps: int) -> tuple[dict[str, Any], bool]:
-    """The input without validation and checkpoints on the way, its paths absolute; and whether sel is given."""
+    """The input without validation and checkpoints on the way, its paths absolute; and whether neighbours need not be
+    counted."""
     if steps < INTERVALS:
         raise UserError(f"--steps {steps}: at least {INTERVALS}, better 100 or more.")
-    plan = normalised(load_input(path))
+    settings = load_input(path)
+    plan = normalised(settings)
     training = plan["training"]
     for name in ("validation_data", "numb_epoch", "stat_file", "save_dir"):
         training.pop(name, None)
@@ -150,7 +153,7 @@ def _plan(path: str, steps: int) -> tuple[dict[str, Any], bool]:
     training |= {"numb_steps": 2 * INTERVALS * each, "disp_freq": each, "save_freq": 2 * INTERVALS * each}
     training |= {"disp_file": "lcurve.out", "metrics_file": "metrics.jsonl", "save_ckpt": "model.ckpt"}
     training |= {"tensorboard": False, "scale_steps_by_worker": False, "profiling": False, "enable_profiler": False}
-    return plan, isinstance(plan["model"].get("descriptor", {}).get("sel"), list)
+    return plan, MODELS[settings.model.type].is_complete(settings.model)
 
 
 def _absolute(system: Any) -> Any:

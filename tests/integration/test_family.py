@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 from ase import Atoms
-from tiny import BOX, dp, rows, write_data, write_input
+from tiny import BOX, dp, rows, write_input
 
-from allforce import DeepDipole, DeepDOS, DeepPolar, DeepProperty, logs
+from allforce import DeepDipole, DeepDOS, DeepPolar, DeepProperty
 from allforce.cli import main
 from allforce.files import checkpoint
 from allforce.infer.ase import DP
@@ -26,14 +26,6 @@ DESCRIPTORS = {
     "se_e3": COMMON | {"type": "se_t", "sel": "auto", "rcut": 4.0},
     "hybrid": {"type": "hybrid", "list": [PAIRS | {"type": "se_a"}, COMMON | {"type": "se_r", "rcut": 4.0}]},
 }
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    write_data(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    yield tmp_path
-    logs.close()
 
 
 def final(folder, step=20):

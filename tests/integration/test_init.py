@@ -4,21 +4,12 @@ import json
 
 import numpy as np
 import pytest
-from tiny import dp, rows, write_data, write_input, write_system
+from tiny import dp, rows, write_input, write_system
 
-from allforce import logs
 from allforce.cli import main
 from allforce.config.load import load_input
 from allforce.errors import UserError
 from allforce.train import init
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    write_data(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    yield tmp_path
-    logs.close()
 
 
 def runs(folder, count, types=(0, 1)):

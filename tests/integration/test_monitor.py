@@ -17,19 +17,10 @@ import pytest
 from browsing import chromium, until
 from tiny import ROOT, dp, rows, write_data, write_input
 
-from allforce import logs
 from allforce.cli import main
 from allforce.train.entry import no_timeline
 
 STEP = {"data wait", "forward", "moments", "backward", "communication", "optimizer"}
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    write_data(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    yield tmp_path
-    logs.close()
 
 
 def train(folder, *args, **changes):

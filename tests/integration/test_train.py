@@ -10,22 +10,13 @@ import numpy as np
 import pytest
 import torch
 from ase import Atoms
-from tiny import dp, rows, write_data, write_input
+from tiny import dp, rows, write_input
 
-from allforce import logs
 from allforce.cli import main
 from allforce.files import checkpoint
 from allforce.files.model_file import load_model
 from allforce.infer.predict import DeepPot
 from allforce.train.flat import FlatParameters
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    write_data(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    yield tmp_path
-    logs.close()
 
 
 def train(folder, *args, **changes):

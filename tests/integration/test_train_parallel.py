@@ -4,21 +4,11 @@ import json
 import re
 
 import numpy as np
-import pytest
 import torch
-from tiny import dp, rows, write_data, write_input
+from tiny import dp, rows, write_input
 
-from allforce import logs
 from allforce.cli import main
 from allforce.files import checkpoint
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    write_data(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    yield tmp_path
-    logs.close()
 
 
 def parallel(folder, workers, *args, code=0, **changes):
