@@ -97,6 +97,7 @@ class EnerLoss(Loss):
     """Loss of one micro-batch together with the sums from which the displayed figures follow."""
 
     Config = EnerLossConfig
+    judged_by = ("f",)
 
     def __init__(self, config: EnerLossConfig, start_lr: float, outputs: Collection[str] = ()):
         super().__init__(config, start_lr, outputs)

@@ -26,12 +26,19 @@ class Loss:
     Config: ClassVar[type[Section]]  # the section `loss` of the input
     terms: list[str]  # the terms that are on
     names: list[str]  # of the figures: "rmse" for the whole loss, then one for each term
+    judged_by: ClassVar[tuple[str, ...]] = ()  # terms that tell best how a run gets on, the first that is on
     wanted: tuple[str, ...]  # outputs of the model that it looks at
 
     def __init__(self, config: Any, start_lr: float, outputs: Collection[str] = ()):
         """outputs: what the model predicts, for a loss that suits itself to it."""
         self.config, self.start_lr = config, start_lr
         self._weights: dict[tuple, Tensor] = {}
+
+    @property
+    def progress(self) -> str:
+        """The figure by whose validation error a run is judged: that of a term of `judged_by`, else the last."""
+        figures = dict(zip(self.terms, self.names[1:], strict=True))
+        return next((figures[term] for term in self.judged_by if term in figures), self.names[-1])
 
     def prefactor(self, term: str, lr: float) -> float:
         """limit + (start − limit)·lr/start_lr"""

@@ -69,6 +69,7 @@ class PinnDipoleLossConfig(Section):
 
 class PinnLoss(Loss):
     Config = PinnLossConfig
+    judged_by = ("f", "e")
 
     def __init__(self, config: PinnLossConfig, start_lr: float, outputs: Collection[str] = ()):
         super().__init__(config, start_lr, outputs)

@@ -181,8 +181,7 @@ class Trainer:
             if self.collector is not None:
                 self.collector.flush_all()
         if self.full is None and validation is not None:
-            forces = [name for name in self.loss.names if name.endswith("_f")]
-            self.patience.see(validation[(forces or self.loss.names)[-1]])
+            self.patience.see(validation[self.loss.progress])
         self.monitor.row(step, rate, training, validation)
         self.display.speed(step, self.monitor.last_row)
         if self.config.tensorboard_histograms and self.display.boards:
