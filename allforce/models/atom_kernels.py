@@ -8,6 +8,8 @@ from numba import njit
 from allforce.models.kernels import options
 from allforce.models.pool import spread
 
+KERNELS = "3a5d622e"  # numba takes a loop from its cache while its own file is the same: see POOL in kernels.py
+
 
 @njit(**options)
 def atoms_of_edges(i, j, g, out):

@@ -35,6 +35,9 @@ assert np.allclose(VALUE[:, :WIDTH] * 120, TIMES_120, atol=1e-9), (
     "spline.py has changed: loops in numba's cache are old"
 )
 
+# Likewise the code of pool.py, which is in every loop: its digest, as tests/unit/test_kernels.py asks for it.
+POOL = "921baa7a"
+
 options: dict[str, Any] = {"fastmath": True, "cache": True, "error_model": "numpy", "nogil": True}
 inline: dict[str, Any] = {"inline": "always", "fastmath": True, "error_model": "numpy"}
 

@@ -14,6 +14,8 @@ from numba import njit
 from allforce.models.kernels import inline, options
 from allforce.models.pool import spread
 
+KERNELS = "3a5d622e"  # numba takes a loop from its cache while its own file is the same: see POOL in kernels.py
+
 
 @njit(**options)
 def tanh_adjoint(y, y_hat, y_dot, y_bar, z_bar):

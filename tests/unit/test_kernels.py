@@ -1,5 +1,6 @@
 """Compiled loops: torch's threads, and numba's cache, which knows the file of a loop and not those of its constants."""
 
+import hashlib
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from numba import njit
 
+from allforce.models import atom_kernels, kernels, pinet_kernels, triple_kernels
 from allforce.models.pool import gomp_parallel, spread
 
 
@@ -27,6 +29,17 @@ else:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def digest(name: str) -> str:
+    """Of a file of models."""
+    return hashlib.sha256((Path(kernels.__file__).parent / f"{name}.py").read_bytes()).hexdigest()[:8]
+
+
+def test_loops_are_compiled_anew_with_the_code_that_they_include():
+    """When this fails, write the digest that it shows: the file with the loops is then another one for numba."""
+    assert digest("pool") == kernels.POOL
+    assert {module.KERNELS for module in (atom_kernels, pinet_kernels, triple_kernels)} == {digest("kernels")}
 
 
 @njit
