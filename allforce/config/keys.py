@@ -53,7 +53,8 @@ Widths = Annotated[list[Width], AfterValidator(_affordable)]  # of the layers of
 Seed = NonNegative | list[NonNegative] | None
 Pair = Annotated[list[NonNegative], Field(min_length=2, max_length=2)]
 Name = Annotated[str, Field(min_length=1)]
-Sel = Annotated[str, Field(pattern=r"^auto(:\d+(\.\d*)?)?$"), Words('"auto" or "auto:1.1"')] | list[NonNegative]
+AutoSel = Annotated[str, Field(pattern=r"^auto(:\d+(\.\d*)?)?$"), Words('"auto" or "auto:1.1"')]
+Sel = AutoSel | list[NonNegative]
 # "default" is resolved when the input is read, so that a run and its files have one precision wherever they go
 Precision = Annotated[Literal["default", "float32", "float64"], AfterValidator(lambda text: precision_name(text))]
 ACTIVATIONS = ("tanh", "relu", "relu6", "softplus", "sigmoid", "gelu", "gelu_tf", "silu", "linear", "none")

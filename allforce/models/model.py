@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -27,15 +27,6 @@ PER_ATOM = frozenset({"forces", "charges", "descriptor"})
 
 def per_atom(name: str) -> bool:
     return name in PER_ATOM or name.startswith("atomic ")
-
-
-class ModelSection(Protocol):
-    """What every section `model` has, whatever its type."""
-
-    type: str
-    type_map: list[str] | None
-    data_stat_nbatch: int
-    data_bias_nsample: int
 
 
 class Model(nn.Module):

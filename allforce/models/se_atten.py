@@ -15,15 +15,14 @@ that are sorted by type; it matters where davg is not 0.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 
-from allforce.config.keys import Int, NonNegative, Width
-from allforce.config.section import WIDEST, Section, Words, key
+from allforce.config.keys import AutoSel, Int, NonNegative, Width
+from allforce.config.section import WIDEST, Section, key
 from allforce.data.batch import Batch
 from allforce.errors import UserError
 from allforce.models.atten_nets import AttenNets
@@ -40,11 +39,7 @@ from allforce.models.two_body import Moments, MomentsConfig, sum_over_edges
 ROWS = 2048  # neighbours that attention layers take at a time on a CPU: what passes between them stays in the cache
 WORTH = 4  # the table pays as long as its rows are fewer than this times the edges
 
-Slots = (
-    Annotated[str, Field(pattern=r"^auto(:\d+(\.\d*)?)?$"), Words('"auto" or "auto:1.1"')]
-    | NonNegative
-    | list[NonNegative]
-)
+Slots = AutoSel | NonNegative | list[NonNegative]
 
 
 class AttentionKeys(MomentsConfig):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from allforce.errors import UserError
@@ -37,8 +37,3 @@ def sel_auto(most: Iterable[int], sel: str) -> list[int]:
     """ "auto:f": f times the most neighbours of a type, truncated, then up to a multiple of 4; "auto" is "auto:1.1"."""
     factor = float(sel.partition(":")[2] or 1.1)
     return [4 * ((int(factor * int(n)) + 3) // 4) for n in most]
-
-
-def sel_too_small(most: Iterable[int], sel: Sequence[int]) -> list[int]:
-    """Types whose sel is below the most neighbours seen; sel 0 means that the type is left out on purpose."""
-    return [t for t, (n, s) in enumerate(zip(most, sel, strict=True)) if 0 < s < n]
