@@ -84,7 +84,8 @@ MEETINGS = ("MASTER_ADDR", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE")  # with one 
 INHERITED = (
     "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_ ROLE_ MASTER_ TORCHELASTIC_ HOROVOD_ OMPI_ PMIX_ PRTE_ PMI_ "
     "HYDI_ MPI_LOCAL MV2_COMM_ PALS_ JSM_ FLUX_TASK_ SLURM_PROCID SLURM_LOCALID SLURM_STEP_ ALLFORCE_RANK "
-    "ALLFORCE_SIZE ALLFORCE_LOCAL_ ALLFORCE_JOB ALLFORCE_LAUNCHER ALLFORCE_STORE_FD ALLFORCE_LINE_FD"
+    "ALLFORCE_SIZE ALLFORCE_LOCAL_ ALLFORCE_JOB ALLFORCE_LAUNCHER ALLFORCE_SECRET ALLFORCE_STORE_FD "
+    "ALLFORCE_LINE_FD"
 ).split()
 
 
@@ -99,6 +100,9 @@ class World:
     launcher: str = "none"
     hosts: list[str] = field(default_factory=list)  # as far as the launcher tells; complete after connect()
     job_key: str = ""  # the same on every rank, different for every job
+    job_name: str = ""  # what the launcher's variables say of it, also where ranks have no common ancestor
+    secret: str = field(default="", repr=False)  # ALLFORCE_SECRET, or one that rank 0 draws when the workers meet
+    exposed: str = ""  # where strangers may learn that secret
     meeting: str = ""  # fd://number, agent://host:port, tcp://host:port, http://host:port, local, or "" (unknown)
     launcher_pid: int = 0  # the nearest ancestor that is not itself a rank
     mpi_library: str = ""  # libmpi of the mpirun that started us, where it tells
@@ -184,7 +188,9 @@ def _world(row: Launcher, env: Env) -> World:
             f" of {size}: that cannot be. Variables of two launchers are mixed; start from a fresh shell."
         )
     world.launcher_pid = launcher_process(_name(row.rank, env) or row.rank)
-    world.job_key = _job_key(row, world, env)
+    world.job_name = "-".join([row.name, *(env[name] for name in row.key.split() if env.get(name))])
+    world.job_key = _job_key(world)
+    world.secret = _secret(env)
     world.meeting = _meeting(row, world, env)
     world.mpi_library = _mpi_library(env)
     if world.one_host and not world.hosts:
@@ -296,14 +302,23 @@ def derived_port(job_key: str) -> int:
     return 10000 + int(hashlib.sha256(job_key.encode()).hexdigest(), 16) % 20000
 
 
-def _job_key(row: Launcher, world: World, env: Env) -> str:
-    values = [env[name] for name in row.key.split() if env.get(name)]
-    if not values and world.one_host:
-        try:
-            values = [str(world.launcher_pid), str(psutil.Process(world.launcher_pid).create_time())]
-        except psutil.Error:
-            values = [str(world.launcher_pid)]
-    return "-".join([row.name, *values])
+def _job_key(world: World) -> str:
+    if world.job_name != world.launcher or not world.one_host:
+        return world.job_name
+    try:
+        return f"{world.job_name}-{world.launcher_pid}-{psutil.Process(world.launcher_pid).create_time()}"
+    except psutil.Error:
+        return f"{world.job_name}-{world.launcher_pid}"
+
+
+def _secret(env: Env) -> str:
+    secret = env.get("ALLFORCE_SECRET", "")
+    if 0 < len(secret) < 16:
+        raise UserError(
+            f"ALLFORCE_SECRET has {len(secret)} characters, which can be guessed; 16 or more are expected:"
+            " export ALLFORCE_SECRET=$(openssl rand -hex 32)"
+        )
+    return secret
 
 
 def job_number(env: Env = os.environ) -> int | None:

@@ -46,3 +46,13 @@ def interface_of(address: str) -> str:
         if any(nic.address.partition("%")[0] == address for nic in nics):
             return name
     return ""
+
+
+def exactly(line: socket.socket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        piece = line.recv(count - len(data))
+        if not piece:
+            raise ConnectionError("the other side closed the line")
+        data += piece
+    return bytes(data)

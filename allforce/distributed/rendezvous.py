@@ -1,9 +1,13 @@
 """How the workers of a job find each other: one key-value store that all of them reach, within a time limit.
 
-The workers of --workers inherit one that is a nameless file. Else rank 0 opens a TCP store, unless torchrun's agent
+The workers of --workers inherit one that is a nameless file. Else rank 0 opens one (store.py), unless torchrun's agent
 holds one already. Its address is known beforehand (MASTER_ADDR, a node list), or rank 0 announces it: in a file on one
 host, in Horovod's HTTP store, or through MPI. It listens on the loopback when all workers are on one host, else on the
 interface that leads to the others. What it holds is JSON text and the addresses of torch's own; nothing is unpickled.
+
+Who comes to it must know the secret of the job: ALLFORCE_SECRET, or what rank 0 announces with the address. Where an
+address is all that workers have in common, and no ALLFORCE_SECRET, it is the job's name, which tells jobs apart but
+which a stranger may know. `World.exposed` says so.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import urllib.request
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch.distributed as dist
@@ -31,6 +35,7 @@ import torch.distributed as dist
 from ..errors import UserError
 from .launch import World
 from .network import LOOPBACK, is_loopback, outward_address
+from .store import HANDSHAKE, Refused, Server, Store
 
 REMEDIES = {
     "slurm": "export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1) MASTER_PORT=29500",
@@ -41,6 +46,7 @@ REMEDIES = {
     "flux": "export MASTER_ADDR=$(flux hostlist --expand local | cut -d' ' -f1) MASTER_PORT=29500",
 }
 
+S = TypeVar("S", bound=dist.Store)
 Announce = Callable[[Any], Any]  # takes rank 0's record (None elsewhere), returns it on every rank
 
 
@@ -73,22 +79,45 @@ def open_store(world: World, limit: float, announce: Announce | None = None) -> 
     store: dist.Store
     if kind == "fd":
         store, host = dist.FileStore(f"/proc/self/fd/{place}", world.size), ""
-    elif kind in ("agent", "tcp"):
+    elif kind == "agent":
         host, _, port = place.rpartition(":")
         host = host.strip("[]")
-        if kind == "tcp" and world.surely_one_host:
-            host = LOOPBACK
-        serve = kind == "tcp" and world.rank == 0
-        store = _serve(_own(host, world), int(port)) if serve else _connect(world, host, int(port), deadline)
+        exposed(world, "it lies in torchrun's store, which has no password")
+        store = dist.PrefixStore(world.job_key, _agent(world, host, int(port), deadline))
+    elif kind == "tcp":
+        host, _, port = place.rpartition(":")
+        host = LOOPBACK if world.surely_one_host else host.strip("[]")
+        exposed(world, "nothing but an address leads to rank 0, so whoever knows the name of the job is let in")
+        store = _by_address(world, host, int(port), deadline)
     elif kind == "local":
         store, host = _announced(world, _file_announce(world), deadline)
     elif kind == "http":
+        exposed(world, "it lies in Horovod's store, which has no password")
         store, host = _announced(world, _http_announce(world), deadline)
     elif announce is not None:
         store, host = _announced(world, lambda record, deadline: announce(record), deadline)
     else:
         raise no_contact(world, "nothing in the environment leads to rank 0, and mpi4py cannot be used to ask it.")
-    return dist.PrefixStore(world.job_key, store) if kind == "agent" else store, host
+    return store, host
+
+
+def exposed(world: World, why: str) -> None:
+    if not world.secret:
+        world.exposed = why
+
+
+def _by_address(world: World, host: str, port: int, deadline: float) -> Store:
+    secret = world.secret or f"{world.job_name} of {world.size}"
+    if world.rank == 0:
+        return _serve(_own(host, world), port, secret)
+    try:
+        return _connect(world, host, port, secret, deadline)
+    except Refused:
+        raise UserError(
+            f"{world.started_by} started this process as rank {world.rank} of {world.size}, but what listens at {host}"
+            f" port {port} has another secret: ALLFORCE_SECRET is not the same for all workers, and the launcher should"
+            f" pass it on to each of them, or another job has this port: export MASTER_PORT={port + 1}"
+        ) from None
 
 
 def _own(host: str, world: World) -> str:
@@ -107,7 +136,7 @@ def _own(host: str, world: World) -> str:
     return LOOPBACK if world.one_host else outward_address(world.hosts)
 
 
-def _serve(address: str, port: int) -> dist.TCPStore:
+def _serve(address: str, port: int, secret: str) -> Store:
     try:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.create_server((address, port), family=family, backlog=4096)
@@ -124,16 +153,25 @@ def _serve(address: str, port: int) -> dist.TCPStore:
             f"Port {port} on {socket.gethostname()}, where rank 0 waits for the other workers, is {why}."
             f" Choose another one: export MASTER_PORT={port + 1 if port >= 1024 else 29500}"
         ) from None
-    port = listener.getsockname()[1]
-    return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return Store(address, listener.getsockname()[1], secret, HANDSHAKE, Server(listener, secret))
 
 
-def _connect(world: World, host: str, port: int, deadline: float) -> dist.TCPStore:
-    while True:  # a plain socket first: it fails quietly until rank 0 listens
+def _connect(world: World, host: str, port: int, secret: str, deadline: float) -> Store:
+    return _until(deadline, world, host, port, lambda seconds: Store(host, port, secret, min(HANDSHAKE, seconds)))
+
+
+def _agent(world: World, host: str, port: int, deadline: float) -> dist.TCPStore:
+    """The store of torchrun's agent."""
+    return _until(deadline, world, host, port, lambda seconds: _client(host, port, seconds))
+
+
+def _until(deadline: float, world: World, host: str, port: int, dial: Callable[[float], S]) -> S:
+    while True:
         left = deadline - time.monotonic()
         try:
-            socket.create_connection((host, port), timeout=max(0.1, min(5.0, left))).close()
-            return _client(host, port, max(1.0, left))
+            return dial(max(0.1, left))
+        except Refused:
+            raise
         except (OSError, dist.DistError) as error:
             if left <= 0:
                 raise no_contact(world, f"rank 0 does not answer at {host} port {port} ({error}).") from None
@@ -142,10 +180,11 @@ def _connect(world: World, host: str, port: int, deadline: float) -> dist.TCPSto
 
 def _client(host: str, port: int, seconds: float) -> dist.TCPStore:
     """In a thread: torch waits without an end for the answer of a foreign program that listens at the port."""
+    socket.create_connection((host, port), timeout=min(5.0, seconds)).close()  # fails quietly
     result: list[Any] = []
 
     def connect() -> None:
-        limit = timedelta(seconds=seconds)
+        limit = timedelta(seconds=max(1.0, seconds))
         try:
             result.append(dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit))
         except dist.DistError as error:
@@ -153,7 +192,7 @@ def _client(host: str, port: int, seconds: float) -> dist.TCPStore:
 
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
-    thread.join(seconds)
+    thread.join(max(1.0, seconds))
     if not result:
         raise TimeoutError("what listens there is not rank 0")
     if isinstance(result[0], Exception):
@@ -161,27 +200,31 @@ def _client(host: str, port: int, seconds: float) -> dist.TCPStore:
     return result[0]
 
 
-def _announced(world: World, announce: Callable[[Any, float], Any], deadline: float) -> tuple[dist.TCPStore, str]:
-    """Rank 0 opens a store on a free port and tells where; a wrong or old record is recognised by its nonce."""
+def _announced(world: World, announce: Callable[[Any, float], Any], deadline: float) -> tuple[Store, str]:
+    """Rank 0 opens a store on a free port and tells where, with a secret; a wrong or old record leads nowhere."""
     if world.rank == 0:
+        drawn = "" if world.secret else secrets.token_hex(32)
+        world.secret = world.secret or drawn
         address = LOOPBACK if world.surely_one_host else outward_address(world.hosts)
-        store = _serve(address, 0)
-        nonce = secrets.token_hex(8)
-        store.set("nonce", nonce)
-        announce({"addresses": [address], "port": store.port, "size": world.size, "nonce": nonce}, deadline)
+        store = _serve(address, 0, world.secret)
+        announce({"address": address, "port": store.place[1], "size": world.size, "secret": drawn}, deadline)
         return store, ""
+    heard = "it left no record"
     while True:
         record = announce(None, deadline)
         if record and record["size"] == world.size:
-            for address in record["addresses"]:
-                try:
-                    store = _connect(world, address, record["port"], min(deadline, time.monotonic() + 2))
-                    if store.check(["nonce"]) and store.get("nonce").decode() == record["nonce"]:
-                        return store, address
-                except UserError:
-                    continue
+            address, port, secret = record["address"], record["port"], world.secret or record["secret"]
+            try:
+                store = _connect(world, address, port, secret, min(deadline, time.monotonic() + 2))
+                world.secret = secret
+                return store, address
+            except (UserError, Refused) as error:
+                heard = f"its record of {address} port {port} leads nowhere"
+                if isinstance(error, Refused):
+                    heard += (
+                        ": what listens there has another secret, and ALLFORCE_SECRET should be set for all or none"
+                    )
         if time.monotonic() > deadline:
-            heard = f"its record {record} leads nowhere" if record else "it left no record"
             raise no_contact(world, f"rank 0 was not found ({heard}); it may have died at its start.")
         time.sleep(0.1)
 
@@ -199,6 +242,7 @@ def _file_announce(world: World) -> Callable[[Any, float], Any]:
         if world.rank == 0:
             remove_stale(folder)
             part = path.with_suffix(f".{os.getpid()}")
+            part.touch(mode=0o600)
             part.write_text(json.dumps(record | {"owner": _owner(os.getpid())}))
             part.replace(path)
             world.cleanup.append(path)
@@ -260,12 +304,16 @@ def _http_announce(world: World) -> Callable[[Any, float], Any]:
 
 
 def call_the_roll(world: World, store: dist.Store, entry: dict[str, Any], limit: float) -> list[dict[str, Any]]:
-    """Every rank writes its entry and waits for all others; those missing are named."""
+    """Every rank writes its entry and waits for all others; those missing are named.
+
+    Rank 0's entry has a secret for what comes after, where all have none in common yet.
+    """
     if store.add(f"claims/{world.rank}", 1) > 1:
         raise UserError(
             f"Two processes claim to be rank {world.rank} of {world.size}: variables of two launchers are mixed."
         )
-    store.set(f"roll/{world.rank}", json.dumps(entry | {"size": world.size}))
+    drawn = secrets.token_hex(32) if world.rank == 0 and not world.secret else ""
+    store.set(f"roll/{world.rank}", json.dumps(entry | {"size": world.size, "secret": drawn}))
     keys = [f"roll/{rank}" for rank in range(world.size)]
     deadline = time.monotonic() + limit
     while not store.check(keys):
@@ -280,4 +328,6 @@ def call_the_roll(world: World, store: dist.Store, entry: dict[str, Any], limit:
         time.sleep(0.05)
     for path in world.cleanup:  # all have come: nobody needs the record any more
         path.unlink(missing_ok=True)
-    return [json.loads(store.get(key)) for key in keys]
+    roll = [json.loads(store.get(key)) for key in keys]
+    world.secret = world.secret or roll[0]["secret"]
+    return roll

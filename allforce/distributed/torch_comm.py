@@ -35,8 +35,9 @@ LAST: list[Tensor] = []  # see TorchComm.close
 class TorchComm(OwnMemory):
     """Workers joined by torch.distributed."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, whole: bool = True):
-        self.group, self.device, self.whole = group, device, whole
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, store: dist.Store | None = None):
+        self.group, self.device = group, device
+        self.store = store  # kept for the groups that are made of it; None of a part, whose whole has it
         self.rank, self.size = group.rank(), group.size()
         self.engine = "torch"
         self.backend = "nccl" if device.type == "cuda" else "gloo"
@@ -50,6 +51,7 @@ class TorchComm(OwnMemory):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface(world, roll))
         prefix = dist.PrefixStore("group", store)
         options: dict[str, Any] = {"device_id": device} if backend == "nccl" else {}
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")  # else a thread of NCCL's asks the store every second
         try:
             dist.init_process_group(
                 backend,
@@ -59,12 +61,12 @@ class TorchComm(OwnMemory):
                 timeout=timedelta(seconds=limit),
                 **options,
             )
-        except (RuntimeError, dist.DistError) as error:
+        except (RuntimeError, OSError) as error:
             raise no_contact(world, f"{backend} could not connect them ({str(error).splitlines()[0]}).") from None
         group = dist.group.WORLD
         assert group is not None
         _set_pg_timeout(PATIENCE, group)
-        return cls(group, device)
+        return cls(group, device, store)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         if tensor.numel():
@@ -104,7 +106,7 @@ class TorchComm(OwnMemory):
         colors = self.gather(color)
         members = [dist.get_global_rank(self.group, rank) for rank, c in enumerate(colors) if c == color]
         group = dist.new_group(members, timeout=PATIENCE, use_local_synchronization=True)
-        return TorchComm(group, self.device, whole=False)
+        return TorchComm(group, self.device)
 
     def abort(self, code: int = 1) -> None:
         sys.stdout.flush()
@@ -118,12 +120,13 @@ class TorchComm(OwnMemory):
         Python shuts down would end the process with "terminate called without an active exception". So the tensor of
         the last collective is kept, for the case that somebody else holds the group (DistributedDataParallel does).
         """
-        if self.whole:
+        if self.store is not None:
             LAST.append(torch.zeros(1, device=self.device))
             self.all_reduce(LAST[-1])
         group = self.group
         del self.group
         dist.destroy_process_group(group)
+        self.store = None
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:

@@ -1,8 +1,8 @@
 """Nobody waits for the dead: one watch over all workers, whatever engine carries their data.
 
 A thread of every worker has a line to that of rank 0, apart from the engine: an abstract unix socket on one host, TCP
-on the interface that leads to the others across hosts. A worker proves by HMAC that it knows the secret of the job,
-which the engine carried. Twice a second it says what it is doing, in lines of JSON; nothing else is understood.
+on the interface that leads to the others across hosts. A worker proves by HMAC that it knows the secret of the job
+(see store.py). Twice a second it says what it is doing, in lines of JSON; nothing else is understood.
 
     the line closes                     the worker has ended: all others end, within a second
     silence for the limit               it hangs, or its host is dead: all others end
@@ -16,7 +16,6 @@ The limit is `training.distributed_timeout`. Workers end with the exit code LOST
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import hmac
 import json
 import os
@@ -33,16 +32,16 @@ from typing import Any
 
 from ..errors import UserError
 from .launch import LASTING, LOST, World
-from .network import outward_address
+from .network import exactly, outward_address
 from .profile import CountedComm
 from .spawn import report
+from .store import HANDSHAKE, SIZE, proof
 
 LIMIT = 30.0  # seconds, until the input says otherwise
 INTERVAL = 0.5  # seconds between two signs of life
 PATIENCE = 10.0  # seconds of waiting that are worth a line
 SLOW, STEPS = 5.0, 8  # times slower than the others over this many steps
 PAUSE = 0.2  # seconds for the last words to be read
-HANDSHAKE = 10.0  # seconds that a connection has to say who it is
 LONGEST = 1 << 16  # bytes of a line
 
 
@@ -107,8 +106,7 @@ class Watch:
         self.names = [name for _, name in told]
         one_host = len({here for here, _ in told}) == 1
         offer = self._listen(one_host) if self.comm.rank == 0 else None
-        place, secret = self.comm.gather(offer)[0]
-        self.secret, now = bytes.fromhex(secret), time.monotonic()
+        place, now = self.comm.gather(offer)[0], time.monotonic()
         self.me = Peer(self.comm.rank, self.names[self.comm.rank], now)
         self.waited_for = set(range(1, self.comm.size)) if self.comm.rank == 0 else set()
         self.begun = now
@@ -122,9 +120,9 @@ class Watch:
         line.settimeout(HANDSHAKE)
         try:
             line.connect("\0" + place if isinstance(place, str) else tuple(place))
-            challenge = _exactly(line, 32)
-            proof = hmac.new(self.secret, challenge + str(self.comm.rank).encode(), hashlib.sha256).hexdigest()
-            line.sendall(json.dumps({"rank": self.comm.rank, "proof": proof}).encode() + b"\n")
+            challenge = exactly(line, SIZE)
+            shown = {"rank": self.comm.rank, "proof": self._proof(challenge, self.comm.rank)}
+            line.sendall(json.dumps(shown).encode() + b"\n")
         except OSError as error:
             line.close()
             return f"{self.me.name} does not reach rank 0 at {place} ({error})"
@@ -132,8 +130,10 @@ class Watch:
         self._add(Line(line, now, peer=Peer(0, self.names[0], now, since=now)))
         return ""
 
-    def _listen(self, one_host: bool) -> tuple[Any, str]:
-        secret = secrets.token_hex(32)
+    def _proof(self, challenge: bytes, rank: int) -> str:
+        return proof(self.world.secret.encode(), b"watch", challenge, str(rank).encode()).hex()
+
+    def _listen(self, one_host: bool) -> Any:
         if one_host and sys.platform == "linux":
             name = f"allforce-{secrets.token_hex(16)}"
             self.listener = socket.socket(socket.AF_UNIX)
@@ -143,13 +143,13 @@ class Watch:
             try:
                 address = outward_address(self.world.hosts)
             except UserError:
-                return "", secret  # where nobody is reached
+                return ""  # where nobody is reached
             self.listener = socket.create_server((address, 0), family=_family(address))
             place = list(self.listener.getsockname()[:2])
         self.listener.listen(self.comm.size + 16)
         self.listener.setblocking(False)
         self.poll.register(self.listener, selectors.EVENT_READ, "door")
-        return place, secret
+        return place
 
     def _add(self, line: Line) -> None:
         line.socket.setblocking(False)
@@ -195,7 +195,7 @@ class Watch:
         elif what == "door":
             assert self.listener is not None
             with contextlib.suppress(OSError):
-                line = Line(self.listener.accept()[0], now, challenge=secrets.token_bytes(32))
+                line = Line(self.listener.accept()[0], now, challenge=secrets.token_bytes(SIZE))
                 line.socket.setblocking(False)
                 line.socket.send(line.challenge)
                 self._add(line)
@@ -226,8 +226,7 @@ class Watch:
     def _hear(self, line: Line, said: dict[str, Any], now: float) -> None:
         if line.peer is None:
             rank = said["rank"]
-            proof = hmac.new(self.secret, line.challenge + str(rank).encode(), hashlib.sha256).hexdigest()
-            if rank not in self.waited_for or not hmac.compare_digest(proof, said["proof"]):
+            if rank not in self.waited_for or not hmac.compare_digest(self._proof(line.challenge, rank), said["proof"]):
                 raise ValueError("a stranger")
             self.waited_for.remove(rank)
             line.peer = Peer(rank, self.names[rank], now, since=now)
@@ -399,13 +398,3 @@ def _here() -> str:
 
 def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
-def _exactly(line: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        piece = line.recv(count - len(data))
-        if not piece:
-            raise ConnectionError("rank 0 closed the line")
-        data += piece
-    return data

@@ -1,0 +1,220 @@
+"""Rank 0's key-value store, by which workers find each other, for those alone who know the secret of the job.
+
+torch's own TCP store has no password. Here both sides prove, by H = HMAC-SHA256 with the secret k, that they know it
+before anything else is understood; a and b are random numbers of 32 bytes:
+
+    rank 0 → worker     HELLO a
+    worker → rank 0     b H(k, "worker" a b)
+    rank 0 → worker     H(k, "rank 0" a b), or zeros for a wrong proof
+
+Then requests and answers go to and fro, the n-th of a direction as `length body H(k', n body)` with a key of its own,
+k' = H(k, direction a b): whoever changes, repeats or adds a byte is not understood and loses the line. A body is a row
+of fields, each a length and its bytes. Nothing is unpickled, and nothing is encrypted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import secrets
+import socket
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from .network import exactly
+
+HELLO = b"allforce store 1"
+HANDSHAKE = 10.0  # seconds that a connection has to prove itself
+STRANGERS = 256  # connections at a time that have not; for one more the oldest must go
+LONGEST = 1 << 26  # bytes of a message
+SIZE = 32  # bytes of a nonce, and of a proof
+
+
+class Refused(ConnectionError):
+    """The other side does not know the secret, or says that this one does not."""
+
+
+def proof(key: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(key, b"".join(parts), "sha256")
+
+
+class Seals:
+    """What makes the messages of one line its own."""
+
+    def __init__(self, secret: bytes, nonces: bytes, worker: bool):
+        keys = [proof(secret, way, nonces) for way in (b"to rank 0", b"from rank 0")]
+        self.mine, self.theirs = keys if worker else reversed(keys)
+        self.sent = self.received = 0
+
+    def seal(self, fields: Sequence[bytes]) -> bytes:
+        body = b"".join(len(f).to_bytes(4, "big") + f for f in fields)
+        self.sent += 1
+        return len(body).to_bytes(4, "big") + body + proof(self.mine, self.sent.to_bytes(8, "big"), body)
+
+    def unseal(self, message: bytes) -> list[bytes]:
+        body, seal = message[:-SIZE], message[-SIZE:]
+        self.received += 1
+        if not hmac.compare_digest(seal, proof(self.theirs, self.received.to_bytes(8, "big"), body)):
+            raise ConnectionError("a message that the other side has not sealed")
+        fields, at = [], 0
+        while at < len(body):
+            end = at + 4 + int.from_bytes(body[at : at + 4], "big")
+            fields.append(body[at + 4 : end])
+            at = end
+        return fields
+
+    @staticmethod
+    def length(head: bytes) -> int:
+        """Of what follows the four bytes of `head`."""
+        if (count := int.from_bytes(head, "big")) > LONGEST:
+            raise ConnectionError(f"a message of {count} bytes")
+        return count + SIZE
+
+
+class Server:
+    """A thread of rank 0 that has the keys and their values."""
+
+    def __init__(self, listener: socket.socket, secret: str):
+        self.listener, self.secret = listener, secret.encode()
+        self.values: dict[bytes, bytes] = {}
+        self.strangers: dict[asyncio.StreamWriter, None] = {}  # the oldest first
+        self.changed, self.over = asyncio.Event(), asyncio.Event()
+        threading.Thread(target=lambda: asyncio.run(self._run()), name="allforce-store", daemon=True).start()
+
+    async def _run(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        door = await asyncio.start_server(self._talk, sock=self.listener, backlog=4096)
+        await self.over.wait()
+        door.close()
+
+    def close(self) -> None:
+        """Not waited for: Python may be shutting down, its threads at rest for ever."""
+        with contextlib.suppress(RuntimeError):  # closed already
+            self.loop.call_soon_threadsafe(self.over.set)
+
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.strangers[writer] = None
+        if len(self.strangers) > STRANGERS:
+            next(iter(self.strangers)).transport.abort()
+        try:
+            seals = await asyncio.wait_for(self._admit(reader, writer), HANDSHAKE)
+            del self.strangers[writer]
+            while True:
+                count = seals.length(await reader.readexactly(4))
+                request = seals.unseal(await reader.readexactly(count))
+                while (answer := self._answer(request)) is None:
+                    await self.changed.wait()
+                writer.write(seals.seal(answer))
+                await writer.drain()
+        except (OSError, EOFError, ValueError, asyncio.TimeoutError, asyncio.CancelledError):
+            pass  # it has ended, or does not talk as a worker does, or the store is closed
+        finally:
+            self.strangers.pop(writer, None)
+            writer.close()
+
+    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Seals:
+        mine = secrets.token_bytes(SIZE)
+        writer.write(HELLO + mine)
+        nonces = mine + await reader.readexactly(SIZE)
+        known = hmac.compare_digest(await reader.readexactly(SIZE), proof(self.secret, b"worker", nonces))
+        writer.write(proof(self.secret, b"rank 0", nonces) if known else bytes(SIZE))
+        if not known:
+            raise ConnectionError("a stranger")
+        return Seals(self.secret, nonces, worker=False)
+
+    def _answer(self, request: list[bytes]) -> list[bytes] | None:
+        """None: not yet."""
+        values = self.values
+        match request:
+            case [b"get" | b"wait" as what, *keys]:
+                if not all(key in values for key in keys):
+                    return None
+                return [values[key] for key in keys] if what == b"get" else []
+            case [b"check", *keys]:
+                return [b"%d" % all(key in values for key in keys)]
+            case [b"delete", key]:
+                return [b"%d" % (values.pop(key, None) is not None)]
+            case [b"set", key, value]:
+                values[key] = value
+            case [b"add", key, number]:
+                values[key] = b"%d" % (int(values.get(key, b"0")) + int(number))
+            case _:
+                raise ValueError("no request")
+        self.changed.set()  # all who wait look again
+        self.changed = asyncio.Event()
+        return [values[key]] if request[0] == b"add" else []
+
+
+class Store(dist.Store):
+    """The store as a worker and torch see it. Threads that ask at the same time have a line each.
+
+    torch holds the C++ half of this object only, so somebody must hold this one while a group of workers lives.
+    """
+
+    def __init__(self, address: str, port: int, secret: str, seconds: float, server: Server | None = None):
+        super().__init__()
+        self.place, self.secret, self.server = (address, port), secret.encode(), server
+        self.idle: list[tuple[socket.socket, Seals]] = []
+        self.idle.append(self._dial(seconds))
+
+    def __del__(self) -> None:
+        for line, _ in self.idle:
+            line.close()
+        if self.server is not None:
+            self.server.close()
+
+    def _dial(self, seconds: float) -> tuple[socket.socket, Seals]:
+        line = socket.create_connection(self.place, timeout=seconds)
+        with contextlib.ExitStack() as failure:
+            failure.enter_context(line)
+            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            try:
+                hello = exactly(line, len(HELLO) + SIZE)
+            except TimeoutError:
+                hello = b""
+            if not hello.startswith(HELLO):
+                raise ConnectionError("what listens there is not rank 0")
+            nonces = hello[len(HELLO) :] + secrets.token_bytes(SIZE)
+            line.sendall(nonces[SIZE:] + proof(self.secret, b"worker", nonces))
+            if not hmac.compare_digest(exactly(line, SIZE), proof(self.secret, b"rank 0", nonces)):
+                raise Refused("what listens there has another secret than this worker")
+            failure.pop_all()
+        return line, Seals(self.secret, nonces, worker=True)
+
+    def _ask(self, *request: str | bytes, limit: timedelta | None = None) -> list[bytes]:
+        line, seals = self.idle.pop() if self.idle else self._dial(HANDSHAKE)
+        with contextlib.ExitStack() as failure:
+            failure.enter_context(line)
+            line.settimeout((limit or self.timeout).total_seconds())  # type: ignore[attr-defined]
+            line.sendall(seals.seal([r.encode() if isinstance(r, str) else r for r in request]))
+            answer = seals.unseal(exactly(line, seals.length(exactly(line, 4))))
+            failure.pop_all()
+        self.idle.append((line, seals))
+        return answer
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask("set", key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._ask("get", key)[0]
+
+    def add(self, key: str, value: int) -> int:
+        return int(self._ask("add", key, str(value))[0])
+
+    def check(self, keys: list[str]) -> bool:
+        return self._ask("check", *keys) == [b"1"]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._ask("wait", *keys, limit=timeout)
+
+    def delete_key(self, key: str) -> bool:
+        return self._ask("delete", key) == [b"1"]
+
+    def clone(self) -> Store:
+        return self
+
+    deleteKey = delete_key  # noqa: N815  the name by which C++ asks
