@@ -93,6 +93,7 @@ def _torch(world: World, device: torch.device, limit: float) -> Comm:
         return told[0]
 
     comm = TorchComm.start(world, device, limit, announce)
+    comm.barrier()  # all have met: nobody asks rank 0's store while MPI_Finalize holds its interpreter
     mpi.close()  # it has led to rank 0; Open MPI's mpirun takes a worker that ends without it for a dead one
     return comm
 

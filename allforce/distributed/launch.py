@@ -75,6 +75,9 @@ FULL_NAMES = {
 LASTING = ("workers", "torchrun", "horovodrun", "openmpi", "mvapich2", "hydra", "pals", "jsrun", "flux", "slurm")
 LOST = 75  # exit code: a worker or its launcher died or hangs, nobody's mistake (EX_TEMPFAIL of sysexits.h)
 
+SECRET_REMEDY = (
+    "Before the launcher, so that it passes it on to all workers: export ALLFORCE_SECRET=$(openssl rand -hex 32)"
+)
 SLURM_RESERVED_STEPS = 4294967290  # this step id and above: interactive, batch and extern steps, one process
 
 # Numbers of ranks nobody vouches for: on their own they prove nothing, but a rank above 0 was never a lone process.
@@ -315,8 +318,8 @@ def _secret(env: Env) -> str:
     secret = env.get("ALLFORCE_SECRET", "")
     if 0 < len(secret) < 16:
         raise UserError(
-            f"ALLFORCE_SECRET has {len(secret)} characters, which can be guessed; 16 or more are expected:"
-            " export ALLFORCE_SECRET=$(openssl rand -hex 32)"
+            f"ALLFORCE_SECRET has {len(secret)} characters, which can be guessed; 16 or more are expected."
+            f" {SECRET_REMEDY}"
         )
     return secret
 

@@ -306,7 +306,8 @@ def _http_announce(world: World) -> Callable[[Any, float], Any]:
 def call_the_roll(world: World, store: dist.Store, entry: dict[str, Any], limit: float) -> list[dict[str, Any]]:
     """Every rank writes its entry and waits for all others; those missing are named.
 
-    Rank 0's entry has a secret for what comes after, where all have none in common yet.
+    Rank 0's entry has a secret for what comes after, where all have none in common yet. It leaves last: in MPI_Init,
+    which holds the interpreter, it answers nobody.
     """
     if store.add(f"claims/{world.rank}", 1) > 1:
         raise UserError(
@@ -314,8 +315,20 @@ def call_the_roll(world: World, store: dist.Store, entry: dict[str, Any], limit:
         )
     drawn = secrets.token_hex(32) if world.rank == 0 and not world.secret else ""
     store.set(f"roll/{world.rank}", json.dumps(entry | {"size": world.size, "secret": drawn}))
-    keys = [f"roll/{rank}" for rank in range(world.size)]
     deadline = time.monotonic() + limit
+    roll = [json.loads(text) for text in store.multi_get(_all_have("roll", world, store, limit, deadline))]
+    store.set(f"read/{world.rank}", "")
+    if world.rank == 0:
+        _all_have("read", world, store, limit, deadline)
+    for path in world.cleanup:  # all have come: nobody needs the record any more
+        path.unlink(missing_ok=True)
+    world.secret = world.secret or roll[0]["secret"]
+    return roll
+
+
+def _all_have(what: str, world: World, store: dist.Store, limit: float, deadline: float) -> list[str]:
+    """The keys of all ranks for this, when they are there."""
+    keys = [f"{what}/{rank}" for rank in range(world.size)]
     while not store.check(keys):
         if time.monotonic() > deadline:
             missing = [rank for rank in range(world.size) if not store.check([keys[rank]])]
@@ -325,9 +338,5 @@ def call_the_roll(world: World, store: dist.Store, entry: dict[str, Any], limit:
                 f" not appear within {limit:g} s: it has died at its start, and its own output says why, or it starts"
                 f" later than that: ALLFORCE_TIMEOUT={max(300, 2 * limit):.0f}."
             )
-        time.sleep(0.05)
-    for path in world.cleanup:  # all have come: nobody needs the record any more
-        path.unlink(missing_ok=True)
-    roll = [json.loads(store.get(key)) for key in keys]
-    world.secret = world.secret or roll[0]["secret"]
-    return roll
+        time.sleep(max(0.02, world.size / 2000))  # all ask rank 0
+    return keys

@@ -76,13 +76,14 @@ class Seals:
 
 
 class Server:
-    """A thread of rank 0 that has the keys and their values."""
+    """A thread of rank 0 that has the keys and their values. It rests while another one holds the interpreter."""
 
     def __init__(self, listener: socket.socket, secret: str):
         self.listener, self.secret = listener, secret.encode()
         self.values: dict[bytes, bytes] = {}
         self.strangers: dict[asyncio.StreamWriter, None] = {}  # the oldest first
-        self.changed, self.over = asyncio.Event(), asyncio.Event()
+        self.awaited: dict[bytes, asyncio.Event] = {}  # keys that are not there yet
+        self.over = asyncio.Event()
         threading.Thread(target=lambda: asyncio.run(self._run()), name="allforce-store", daemon=True).start()
 
     async def _run(self) -> None:
@@ -106,11 +107,12 @@ class Server:
             while True:
                 count = seals.length(await reader.readexactly(4))
                 request = seals.unseal(await reader.readexactly(count))
-                while (answer := self._answer(request)) is None:
-                    await self.changed.wait()
-                writer.write(seals.seal(answer))
+                for key in request[1:] if request[:1] in ([b"get"], [b"wait"]) else ():
+                    while key not in self.values:
+                        await self.awaited.setdefault(key, asyncio.Event()).wait()
+                writer.write(seals.seal(self._answer(request)))
                 await writer.drain()
-        except (OSError, EOFError, ValueError, asyncio.TimeoutError, asyncio.CancelledError):
+        except (OSError, EOFError, ValueError, KeyError, asyncio.TimeoutError, asyncio.CancelledError):
             pass  # it has ended, or does not talk as a worker does, or the store is closed
         finally:
             self.strangers.pop(writer, None)
@@ -126,14 +128,13 @@ class Server:
             raise ConnectionError("a stranger")
         return Seals(self.secret, nonces, worker=False)
 
-    def _answer(self, request: list[bytes]) -> list[bytes] | None:
-        """None: not yet."""
+    def _answer(self, request: list[bytes]) -> list[bytes]:
         values = self.values
         match request:
-            case [b"get" | b"wait" as what, *keys]:
-                if not all(key in values for key in keys):
-                    return None
-                return [values[key] for key in keys] if what == b"get" else []
+            case [b"get", *keys]:
+                return [values[key] for key in keys]
+            case [b"wait", *keys]:
+                return []
             case [b"check", *keys]:
                 return [b"%d" % all(key in values for key in keys)]
             case [b"delete", key]:
@@ -141,12 +142,12 @@ class Server:
             case [b"set", key, value]:
                 values[key] = value
             case [b"add", key, number]:
-                values[key] = b"%d" % (int(values.get(key, b"0")) + int(number))
+                values[key] = value = b"%d" % (int(values.get(key, b"0")) + int(number))
             case _:
                 raise ValueError("no request")
-        self.changed.set()  # all who wait look again
-        self.changed = asyncio.Event()
-        return [values[key]] if request[0] == b"add" else []
+        if key in self.awaited:
+            self.awaited.pop(key).set()
+        return [value] if request[0] == b"add" else []
 
 
 class Store(dist.Store):
@@ -201,6 +202,9 @@ class Store(dist.Store):
 
     def get(self, key: str) -> bytes:
         return self._ask("get", key)[0]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self._ask("get", *keys)
 
     def add(self, key: str, value: int) -> int:
         return int(self._ask("add", key, str(value))[0])

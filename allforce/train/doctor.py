@@ -28,7 +28,7 @@ from allforce.config.load import load_input, normalised
 from allforce.config.schema import Input
 from allforce.distributed import devices
 from allforce.distributed.connect import join
-from allforce.distributed.launch import World, detect
+from allforce.distributed.launch import SECRET_REMEDY, World, detect
 from allforce.distributed.mpi_comm import LAUNCHERS as MPI_LAUNCHERS
 from allforce.distributed.network import is_loopback
 from allforce.distributed.profile import CountedComm, bounds
@@ -104,7 +104,7 @@ def show(points: list[Point]) -> None:
 
 
 def examine(setting: Setting) -> Iterator[Point]:
-    for check in (launcher, versions, hardware, threads, all_reduce, clocks, listeners, disk_space, input_and_data):
+    for check in (launcher, versions, hardware, threads, all_reduce, clocks, listeners, secret, disk_space, input_and_data):
         yield from check(setting)
 
 
@@ -259,6 +259,14 @@ def listeners(setting: Setting) -> Iterator[Point]:
     remedy = "On one machine --workers opens no port that others reach." if avoidable else ""
     more = "" if avoidable else "; docs/parallel.md says whose they are. Use a network that strangers do not reach"
     yield Point("listeners", f"reached from outside: {text}{more}", RED if avoidable else NOTE, remedy)
+
+
+def secret(setting: Setting) -> Iterator[Point]:
+    """What keeps strangers from a worker's place; all workers have proved already that they have the same one."""
+    if setting.world.exposed:
+        yield Point("secret", f"strangers may get it: {setting.world.exposed}", NOTE, SECRET_REMEDY)
+    elif setting.world.size > 1:
+        yield Point("secret", "known to the workers of this job, and asked for where they meet")
 
 
 def _listening(pid: int) -> set[tuple[str, int]]:

@@ -20,7 +20,7 @@ from allforce.config.schema import Input
 from allforce.distributed import devices
 from allforce.distributed.comm import Comm, LostContact
 from allforce.distributed.connect import agree, join
-from allforce.distributed.launch import LOST, World, detect
+from allforce.distributed.launch import LOST, SECRET_REMEDY, World, detect
 from allforce.distributed.mpi_profile import write_profile
 from allforce.distributed.profile import CountedComm
 from allforce.distributed.shared import HostComm
@@ -76,6 +76,8 @@ def work(
         log.info(f"Configuration path: {args.INPUT}")
         if world.note:
             log.warning(world.note)
+        if world.exposed and not world.one_host:
+            log.info(f"strangers may get the secret of this job: {world.exposed}. {SECRET_REMEDY}")
     settings = load_input(args.INPUT)
     if args.recipe:
         settings, lines = with_recipe(settings, args.INPUT)

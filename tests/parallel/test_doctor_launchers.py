@@ -12,7 +12,7 @@ def test_doctor(launch, launcher, name):
     points = dict(re.findall(r"(?:ok|--|!!)  (\S+) +(\S.*)", done.stdout))
     assert points["launcher"].startswith(f"{name}, 2 worker(s)"), done.stdout
     assert points["engine"].startswith("torch") and "MB/s" in points["all-reduce"], done.stdout
-    for what in ("versions", "devices", "memory", "threads", "clocks", "listeners", "disk", "/dev/shm"):
+    for what in ("versions", "devices", "memory", "threads", "clocks", "listeners", "secret", "disk", "/dev/shm"):
         assert what in points, (what, done.stdout)
     assert done.stdout.count("  versions") == 1, done.stdout
     mended = re.search(r"dp doctor: (\d+) of \d+ points are to be mended", done.stdout)
@@ -21,3 +21,5 @@ def test_doctor(launch, launcher, name):
     assert len(bad) == (int(mended[1]) if mended else 0), done.stdout
     if launcher == "torchrun":  # whose own store others reach
         assert "reached from outside: launcher" in done.stdout and mended, done.stdout
+        assert "torchrun's store, which has no password" in points["secret"], done.stdout
+        assert "ALLFORCE_SECRET" in done.stdout

@@ -104,12 +104,13 @@ def test_old_record_is_not_believed(monkeypatch, tmp_path):
     world = detect(ALONE | {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1"})
     first = detect(ALONE | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"})
     deadline = time.monotonic() + 5
-    old = {"addresses": ["127.0.0.1"], "port": 1, "size": 4, "nonce": "old"}
+    old = {"address": "127.0.0.1", "port": 1, "size": 4, "secret": "of the old job"}
     rendezvous._file_announce(first)(old, deadline)
-    with pytest.raises(UserError, match="leads nowhere"):
+    with pytest.raises(UserError, match="leads nowhere") as error:
         rendezvous.open_store(world, 0.5)
+    assert "of the old job" not in str(error.value)
     folder = next(tmp_path.iterdir())
-    assert folder.stat().st_mode & 0o777 == 0o700
+    assert folder.stat().st_mode & 0o777 == 0o700 and next(folder.iterdir()).stat().st_mode & 0o777 == 0o600
     folder.chmod(0o755)
     with pytest.raises(UserError, match="0700"):
         rendezvous.open_store(world, 0.5)

@@ -1,5 +1,6 @@
 """Two hosts: two network namespaces with addresses and names of their own, joined by one cable. Launchers cross it."""
 
+import json
 import os
 import re
 import shutil
@@ -163,3 +164,30 @@ def test_one_interface_only(hosts):
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
     assert seen == [{address} for address in hosts.addresses]
+
+
+def test_a_stranger_on_the_other_host(hosts):
+    """He reaches rank 0's store while it waits for a late worker: nothing is let in, and the workers meet."""
+    explicit = {"ALLFORCE_SIZE": "2", "ALLFORCE_LOCAL_RANK": "0", "ALLFORCE_LOCAL_SIZE": "1", "MASTER_PORT": "29535"}
+    explicit |= {"MASTER_ADDR": hosts.names[0], "ALLFORCE_SECRET": "0123456789abcdef"}
+    suite = [sys.executable, SUITE, "--hosts", "2", "--expect", "torch", "explicit"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+
+    def rank(n: int) -> subprocess.Popen:
+        return subprocess.Popen(
+            hosts.inside(n, *suite), env=ENVIRONMENT | explicit | {"ALLFORCE_RANK": str(n)}, **pipes
+        )
+
+    command = hosts.inside(1, sys.executable, SUITE.with_name("stranger.py"), hosts.addresses[0], "29535")
+    guest = subprocess.Popen(command, env=ENVIRONMENT, **pipes | {"stderr": subprocess.DEVNULL})
+    running = [guest, rank(0)]
+    try:
+        found = json.loads(guest.stdout.readline())
+        assert not found["torch"] and set(found["secrets"]) == {"refused"} and all(found["hangs_up"]), found
+        running.append(rank(1))
+        outputs = [process.communicate(timeout=100)[0] for process in running[1:]]
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+    assert [process.returncode for process in running[1:]] == [0, 0], outputs
