@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import importlib.util
 import os
 import secrets
@@ -20,8 +19,8 @@ from .mpi_comm import LAUNCHERS as MPI_LAUNCHERS
 from .mpi_comm import MpiComm, NoMpi, load_mpi
 from .profile import CountedComm
 from .rendezvous import no_contact, time_limit
+from .secret import prove
 from .shared import ORDERED, HostComm
-from .store import proof
 from .torch_comm import TorchComm
 from .watch import Watch
 
@@ -40,7 +39,7 @@ def connect(world: World, engine: str = "auto", device: torch.device | str = "cp
         )
     comm = START[choose(world, device) if engine == "auto" else engine](world, device, limit)
     check(world, comm, device)
-    prove(world, comm)
+    prove(comm, world.secret)
     return HostComm(comm) if shares_memory(world, comm, device) else comm
 
 
@@ -127,8 +126,12 @@ START = {"torch": _torch, "mpi": _mpi, "horovod": _horovod}
 
 
 def check(world: World, comm: Comm, device: torch.device) -> None:
-    """Every rank is there once, on its own GPU, where it thinks it is. Completes world.hosts."""
-    entries = comm.gather([world.rank, world.size, socket.gethostname(), _gpu(device), world.local_size])
+    """Every rank is there once, on its own GPU, where it thinks it is. Completes world.hosts and world.secret.
+
+    An engine that met without a secret (MPI) carries one of rank 0's to all.
+    """
+    drawn = "" if world.secret else secrets.token_hex(32)
+    entries = comm.gather([world.rank, world.size, socket.gethostname(), _gpu(device), drawn])
     if [entry[:2] for entry in entries] != [[rank, world.size] for rank in range(world.size)]:
         raise no_contact(world, f"the workers answer as {[tuple(entry[:2]) for entry in entries]} (rank, size).")
     hosts = [entry[2] for entry in entries]
@@ -138,6 +141,7 @@ def check(world: World, comm: Comm, device: torch.device) -> None:
             " Export ALLFORCE_RANK, ALLFORCE_SIZE, ALLFORCE_LOCAL_RANK and ALLFORCE_LOCAL_SIZE for every worker."
         )
     owner: dict[Any, int] = {}
+    world.secret = world.secret or entries[0][4]
     for rank, (_, _, host, gpu, _) in enumerate(entries):
         if gpu and owner.setdefault((host, gpu), rank) != rank:
             raise UserError(
@@ -146,24 +150,6 @@ def check(world: World, comm: Comm, device: torch.device) -> None:
             )
     if not world.hosts or len(world.hosts) < len(set(hosts)):
         world.hosts = list(dict.fromkeys(hosts))
-
-
-def prove(world: World, comm: Comm) -> None:
-    """Every rank r shows, over the engine's own connections, that it knows the secret: HMAC(secret, nonces of all, r).
-
-    So nobody has taken a worker's place there. An engine that met without a secret (MPI) carries rank 0's to all.
-    """
-    told = comm.gather([secrets.token_hex(16), "" if world.secret else secrets.token_hex(32)])
-    world.secret = world.secret or told[0][1]
-    nonces = "".join(str(nonce) for nonce, _ in told).encode()
-    wanted = [proof(world.secret.encode(), b"place", nonces, str(rank).encode()).hex() for rank in range(world.size)]
-    shown = comm.gather(wanted[world.rank])
-    if wrong := [r for r in range(world.size) if not hmac.compare_digest(str(shown[r]), wanted[r])]:
-        raise UserError(
-            f"Rank {world.rank} of {world.size} does not share its secret with rank {', '.join(map(str, wrong[:8]))}:"
-            " ALLFORCE_SECRET is not the same for all workers, and the launcher should pass it on to each of them"
-            " (mpirun of Open MPI: -x ALLFORCE_SECRET), or a stranger has taken a place among them."
-        )
 
 
 def agree(comm: Comm, what: str, value: Any) -> None:

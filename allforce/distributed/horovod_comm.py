@@ -13,7 +13,8 @@ from torch import Tensor
 
 from .comm import Comm, Done, LostContact, OwnMemory, Work
 from .launch import World
-from .rendezvous import no_contact
+from .rendezvous import exposed, no_contact
+from .secret import prove
 from .torch_comm import TorchComm
 
 WIRE = {torch.bfloat16: torch.float32}  # Horovod has no bfloat16: sent as float32
@@ -41,6 +42,7 @@ class HorovodComm(OwnMemory):
             raise no_contact(world, f"Horovod did not start ({str(error).splitlines()[0]}).") from None
         if hvd.size() != world.size or hvd.rank() != world.rank:
             raise no_contact(world, f"Horovod sees rank {hvd.rank()} of {hvd.size()}.")
+        exposed(world, "it travels through Horovod, whose store has no password")
         return cls(hvd, world, limit)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
@@ -78,6 +80,7 @@ class HorovodComm(OwnMemory):
         # Horovod's process sets need every worker of the job at each split; gloo's groups only their members.
         if self.groups is None:
             self.groups = TorchComm.start(self.world, torch.device("cpu"), self.limit)
+            prove(self.groups, self.world.secret)
         return self.groups.split(color)
 
     def abort(self, code: int = 1) -> None:

@@ -1,15 +1,13 @@
 """Rank 0's key-value store, by which workers find each other, for those alone who know the secret of the job.
 
-torch's own TCP store has no password. Here both sides prove, by H = HMAC-SHA256 with the secret k, that they know it
-before anything else is understood; a and b are random numbers of 32 bytes:
+torch's own TCP store has no password. Here both sides prove that they know the secret k (H of secret.py) before
+anything else is understood; a and b are random numbers of 32 bytes:
 
     rank 0 → worker     HELLO a
     worker → rank 0     b H(k, "worker" a b)
     rank 0 → worker     H(k, "rank 0" a b), or zeros for a wrong proof
 
-Then requests and answers go to and fro, the n-th of a direction as `length body H(k', n body)` with a key of its own,
-k' = H(k, direction a b): whoever changes, repeats or adds a byte is not understood and loses the line. A body is a row
-of fields, each a length and its bytes. Nothing is unpickled, and nothing is encrypted.
+Then sealed requests and answers go to and fro. Nothing is unpickled, and nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -20,59 +18,20 @@ import hmac
 import secrets
 import socket
 import threading
-from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from .network import exactly
+from .secret import SIZE, Seals, proof
 
 HELLO = b"allforce store 1"
 HANDSHAKE = 10.0  # seconds that a connection has to prove itself
 STRANGERS = 256  # connections at a time that have not; for one more the oldest must go
-LONGEST = 1 << 26  # bytes of a message
-SIZE = 32  # bytes of a nonce, and of a proof
 
 
 class Refused(ConnectionError):
     """The other side does not know the secret, or says that this one does not."""
-
-
-def proof(key: bytes, *parts: bytes) -> bytes:
-    return hmac.digest(key, b"".join(parts), "sha256")
-
-
-class Seals:
-    """What makes the messages of one line its own."""
-
-    def __init__(self, secret: bytes, nonces: bytes, worker: bool):
-        keys = [proof(secret, way, nonces) for way in (b"to rank 0", b"from rank 0")]
-        self.mine, self.theirs = keys if worker else reversed(keys)
-        self.sent = self.received = 0
-
-    def seal(self, fields: Sequence[bytes]) -> bytes:
-        body = b"".join(len(f).to_bytes(4, "big") + f for f in fields)
-        self.sent += 1
-        return len(body).to_bytes(4, "big") + body + proof(self.mine, self.sent.to_bytes(8, "big"), body)
-
-    def unseal(self, message: bytes) -> list[bytes]:
-        body, seal = message[:-SIZE], message[-SIZE:]
-        self.received += 1
-        if not hmac.compare_digest(seal, proof(self.theirs, self.received.to_bytes(8, "big"), body)):
-            raise ConnectionError("a message that the other side has not sealed")
-        fields, at = [], 0
-        while at < len(body):
-            end = at + 4 + int.from_bytes(body[at : at + 4], "big")
-            fields.append(body[at + 4 : end])
-            at = end
-        return fields
-
-    @staticmethod
-    def length(head: bytes) -> int:
-        """Of what follows the four bytes of `head`."""
-        if (count := int.from_bytes(head, "big")) > LONGEST:
-            raise ConnectionError(f"a message of {count} bytes")
-        return count + SIZE
 
 
 class Server:
@@ -81,7 +40,7 @@ class Server:
     def __init__(self, listener: socket.socket, secret: str):
         self.listener, self.secret = listener, secret.encode()
         self.values: dict[bytes, bytes] = {}
-        self.strangers: dict[asyncio.StreamWriter, None] = {}  # the oldest first
+        self.strangers: list[asyncio.StreamWriter] = []  # the oldest first
         self.awaited: dict[bytes, asyncio.Event] = {}  # keys that are not there yet
         self.over = asyncio.Event()
         threading.Thread(target=lambda: asyncio.run(self._run()), name="allforce-store", daemon=True).start()
@@ -94,20 +53,20 @@ class Server:
 
     def close(self) -> None:
         """Not waited for: Python may be shutting down, its threads at rest for ever."""
-        with contextlib.suppress(RuntimeError):  # closed already
+        with contextlib.suppress(RuntimeError, AttributeError):  # closed already, or not begun
             self.loop.call_soon_threadsafe(self.over.set)
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.strangers[writer] = None
-        if len(self.strangers) > STRANGERS:
-            next(iter(self.strangers)).transport.abort()
+        if len(self.strangers) == STRANGERS:
+            self.strangers.pop(0).transport.abort()
+        self.strangers.append(writer)
         try:
             seals = await asyncio.wait_for(self._admit(reader, writer), HANDSHAKE)
-            del self.strangers[writer]
+            self.strangers.remove(writer)
             while True:
                 count = seals.length(await reader.readexactly(4))
                 request = seals.unseal(await reader.readexactly(count))
-                for key in request[1:] if request[:1] in ([b"get"], [b"wait"]) else ():
+                for key in request[1:] if request[:1] == [b"get"] else ():
                     while key not in self.values:
                         await self.awaited.setdefault(key, asyncio.Event()).wait()
                 writer.write(seals.seal(self._answer(request)))
@@ -115,7 +74,7 @@ class Server:
         except (OSError, EOFError, ValueError, KeyError, asyncio.TimeoutError, asyncio.CancelledError):
             pass  # it has ended, or does not talk as a worker does, or the store is closed
         finally:
-            self.strangers.pop(writer, None)
+            self.strangers = [stranger for stranger in self.strangers if stranger is not writer]
             writer.close()
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Seals:
@@ -133,8 +92,6 @@ class Server:
         match request:
             case [b"get", *keys]:
                 return [values[key] for key in keys]
-            case [b"wait", *keys]:
-                return []
             case [b"check", *keys]:
                 return [b"%d" % all(key in values for key in keys)]
             case [b"delete", key]:
@@ -187,7 +144,10 @@ class Store(dist.Store):
         return line, Seals(self.secret, nonces, worker=True)
 
     def _ask(self, *request: str | bytes, limit: timedelta | None = None) -> list[bytes]:
-        line, seals = self.idle.pop() if self.idle else self._dial(HANDSHAKE)
+        try:
+            line, seals = self.idle.pop()
+        except IndexError:
+            line, seals = self._dial(HANDSHAKE)
         with contextlib.ExitStack() as failure:
             failure.enter_context(line)
             line.settimeout((limit or self.timeout).total_seconds())  # type: ignore[attr-defined]
@@ -213,7 +173,7 @@ class Store(dist.Store):
         return self._ask("check", *keys) == [b"1"]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._ask("wait", *keys, limit=timeout)
+        self._ask("get", *keys, limit=timeout)
 
     def delete_key(self, key: str) -> bool:
         return self._ask("delete", key) == [b"1"]

@@ -24,6 +24,7 @@ from .comm import Comm, Done, LostContact, OwnMemory, Work, placed
 from .launch import World
 from .network import LOOPBACK, interface_of, is_loopback, source_address
 from .rendezvous import Announce, call_the_roll, no_contact, open_store
+from .secret import prove
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 PATIENCE = timedelta(
@@ -35,8 +36,8 @@ LAST: list[Tensor] = []  # see TorchComm.close
 class TorchComm(OwnMemory):
     """Workers joined by torch.distributed."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, store: dist.Store | None = None):
-        self.group, self.device = group, device
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, secret: str, store: dist.Store | None = None):
+        self.group, self.device, self.secret = group, device, secret
         self.store = store  # kept for the groups that are made of it; None of a part, whose whole has it
         self.rank, self.size = group.rank(), group.size()
         self.engine = "torch"
@@ -66,7 +67,7 @@ class TorchComm(OwnMemory):
         group = dist.group.WORLD
         assert group is not None
         _set_pg_timeout(PATIENCE, group)
-        return cls(group, device, store)
+        return cls(group, device, world.secret, store)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         if tensor.numel():
@@ -106,7 +107,9 @@ class TorchComm(OwnMemory):
         colors = self.gather(color)
         members = [dist.get_global_rank(self.group, rank) for rank, c in enumerate(colors) if c == color]
         group = dist.new_group(members, timeout=PATIENCE, use_local_synchronization=True)
-        return TorchComm(group, self.device)
+        part = TorchComm(group, self.device, self.secret)
+        prove(part, self.secret)  # its connections are new ones
+        return part
 
     def abort(self, code: int = 1) -> None:
         sys.stdout.flush()

@@ -2,7 +2,7 @@
 
 A thread of every worker has a line to that of rank 0, apart from the engine: an abstract unix socket on one host, TCP
 on the interface that leads to the others across hosts. A worker proves by HMAC that it knows the secret of the job
-(see store.py). Twice a second it says what it is doing, in lines of JSON; nothing else is understood.
+(secret.py). Twice a second it says what it is doing, in lines of JSON; nothing else is understood.
 
     the line closes                     the worker has ended: all others end, within a second
     silence for the limit               it hangs, or its host is dead: all others end
@@ -34,8 +34,9 @@ from ..errors import UserError
 from .launch import LASTING, LOST, World
 from .network import exactly, outward_address
 from .profile import CountedComm
+from .secret import SIZE, proof
 from .spawn import report
-from .store import HANDSHAKE, SIZE, proof
+from .store import HANDSHAKE
 
 LIMIT = 30.0  # seconds, until the input says otherwise
 INTERVAL = 0.5  # seconds between two signs of life
