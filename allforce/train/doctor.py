@@ -104,7 +104,18 @@ def show(points: list[Point]) -> None:
 
 
 def examine(setting: Setting) -> Iterator[Point]:
-    for check in (launcher, versions, hardware, threads, all_reduce, clocks, listeners, secret, disk_space, input_and_data):
+    for check in (
+        launcher,
+        versions,
+        hardware,
+        threads,
+        all_reduce,
+        clocks,
+        listeners,
+        secret,
+        disk_space,
+        input_and_data,
+    ):
         yield from check(setting)
 
 
