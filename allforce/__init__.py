@@ -1,5 +1,7 @@
 """Allforce: synchronous data-parallel training of neural-network interatomic potentials."""
 
+import os
+from collections.abc import MutableMapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,18 @@ HOMES = {
     "DeepDOS": "invariant",
     "DeepProperty": "invariant",
 }
+
+
+def wait_calmly(env: MutableMapping[str, str] = os.environ) -> None:
+    """Let torch's threads spin for a short time only when they wait for each other; OpenMP looks when torch is loaded.
+
+    On cores that others use too, spinning threads keep the core from the one that they wait for.
+    """
+    if not env.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
+        env["GOMP_SPINCOUNT"] = "10000"
+
+
+wait_calmly()
 
 
 def __getattr__(name: str) -> Any:

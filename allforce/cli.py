@@ -7,7 +7,6 @@ import gc
 import os
 import sys
 from argparse import ArgumentParser
-from collections.abc import MutableMapping
 from io import TextIOWrapper
 
 from allforce import __version__
@@ -321,18 +320,8 @@ def _report(commands) -> None:
     p.add_argument("--port", type=_count, default=0, help="port of --watch; 0: any")
 
 
-def wait_calmly(env: MutableMapping[str, str] = os.environ) -> None:
-    """Let torch's threads spin for a short time only when they wait for each other, before torch is loaded.
-
-    On cores that others use too, spinning threads keep the core from the one that they wait for.
-    """
-    if not env.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
-        env["GOMP_SPINCOUNT"] = "10000"
-
-
 def main(argv: list[str] | None = None) -> int:
     if argv is None:  # a process of its own
-        wait_calmly()
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, TextIOWrapper):  # a terminal without Å and µ gets \xc5 and \xb5
                 stream.reconfigure(errors="backslashreplace")

@@ -1,11 +1,12 @@
 """The command line: what it accepts, and how it ends."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 
-from allforce import __version__, cli, logs
+from allforce import __version__, cli, logs, wait_calmly
 from allforce.errors import UserError
 from allforce.train.local import without
 
@@ -30,12 +31,15 @@ def test_help_is_quick_because_torch_stays_out():
 
 def test_torch_threads_wait_calmly_unless_told_how():
     env: dict[str, str] = {}
-    cli.wait_calmly(env)
+    wait_calmly(env)
     assert env == {"GOMP_SPINCOUNT": "10000"}
     for given in ({"GOMP_SPINCOUNT": "5"}, {"OMP_WAIT_POLICY": "active"}):
         env = dict(given)
-        cli.wait_calmly(env)
+        wait_calmly(env)
         assert env == given
+    code = "import os, sys, allforce; sys.exit(os.environ['GOMP_SPINCOUNT'] != '10000' or 'torch' in sys.modules)"
+    bare = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    assert subprocess.run([sys.executable, "-c", code], env=bare).returncode == 0  # also for scripts
 
 
 def test_version(capsys):
