@@ -29,6 +29,21 @@ def test_help_is_quick_because_torch_stays_out():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
+def test_whoever_waits_for_workers_has_no_torch():
+    code = "import sys; import allforce.train.local; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_imports_are_no_garbage():
+    """None is looked for in what they make, meanwhile or later, but in all that comes after them it is."""
+    code = (
+        "import gc; from allforce.commands import loading\n"
+        "with loading(): import json; assert not gc.isenabled()\n"
+        "assert gc.isenabled() and gc.get_freeze_count() > 0"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
 def test_torch_threads_wait_calmly_unless_told_how():
     env: dict[str, str] = {}
     wait_calmly(env)
