@@ -329,9 +329,9 @@ def call_the_roll(world: World, store: dist.Store, entry: dict[str, Any], limit:
 def _all_have(what: str, world: World, store: dist.Store, limit: float, deadline: float) -> list[str]:
     """The keys of all ranks for this, when they are there."""
     keys = [f"{what}/{rank}" for rank in range(world.size)]
-    while not store.check(keys):
+    while not _there(world, store, keys):
         if time.monotonic() > deadline:
-            missing = [rank for rank in range(world.size) if not store.check([keys[rank]])]
+            missing = [rank for rank in range(world.size) if not _there(world, store, [keys[rank]])]
             names = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
             raise UserError(
                 f"{world.started_by} started this process as rank {world.rank} of {world.size}, but rank {names} did"
@@ -340,3 +340,13 @@ def _all_have(what: str, world: World, store: dist.Store, limit: float, deadline
             )
         time.sleep(max(0.02, world.size / 2000))  # all ask rank 0
     return keys
+
+
+def _there(world: World, store: dist.Store, keys: list[str]) -> bool:
+    try:
+        return store.check(keys)
+    except (OSError, dist.DistError) as error:
+        raise UserError(
+            f"{world.started_by} started this process as rank {world.rank} of {world.size}, but what the workers meet"
+            f" at, rank 0 or the launcher, ended before all of them had come; its own output says why ({error})."
+        ) from None

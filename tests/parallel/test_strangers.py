@@ -115,6 +115,22 @@ def test_wrong_secret():
             assert [p.communicate(timeout=60)[0] for p in (first, right)] == ["met 2\n"] * 2
 
 
+def test_rank_0_ends_while_others_wait():
+    """Who waits in its store for a late worker hears of it at once."""
+    port = free_port()
+    first, second = rank(0, 3, port), rank(1, 3, port)
+    with started(first, second):
+        deadline, came = time.monotonic() + 60, 0
+        while came < 2:  # rank 1, and rank 0 itself
+            assert time.monotonic() < deadline
+            lines = psutil.Process(first.pid).net_connections("tcp")
+            came = sum(line.status == "ESTABLISHED" and line.laddr.port == port for line in lines)
+        time.sleep(1)
+        first.kill()
+        output = second.communicate(timeout=30)[0]
+        assert second.returncode == 2 and "ended before all of them had come" in output, output
+
+
 @pytest.mark.parametrize("says", [HELLO + bytes(SIZE) + b"\1" * SIZE, b"SSH-2.0-OpenSSH_9.2\r\n" * 10, b""])
 def test_false_rank_0(says):
     """One who speaks like rank 0 but does not know the secret, and programs that are none at all."""
