@@ -14,6 +14,8 @@ from allforce.files import checkpoint
 from allforce.infer.ase import DP
 from allforce.infer.predict import DeepPot
 
+pytest_plugins = ["folder_fixture"]
+
 COMMON = {"rcut": 4.5, "rcut_smth": 2.0, "neuron": [4, 8], "seed": 1}
 ATTEN = COMMON | {"type": "se_atten", "sel": "auto", "axis_neuron": 3, "attn_layer": 0}
 PAIRS = COMMON | {"type": "se_e2_a", "sel": [16, 20], "axis_neuron": 3}

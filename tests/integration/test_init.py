@@ -11,6 +11,8 @@ from allforce.config.load import load_input
 from allforce.errors import UserError
 from allforce.train import init
 
+pytest_plugins = ["folder_fixture"]
+
 
 def runs(folder, count, types=(0, 1)):
     return [init.Run(str(write_system(folder / f"run{k:02d}", list(types), 4, k)), []) for k in range(count)]

@@ -20,6 +20,8 @@ from tiny import ROOT, dp, rows, write_data, write_input
 from allforce.cli import main
 from allforce.train.entry import no_timeline
 
+pytest_plugins = ["folder_fixture"]
+
 STEP = {"data wait", "forward", "moments", "backward", "communication", "optimizer"}
 
 

@@ -18,6 +18,8 @@ from allforce.files.model_file import load_model
 from allforce.infer.predict import DeepPot
 from allforce.train.flat import FlatParameters
 
+pytest_plugins = ["folder_fixture"]
+
 
 def train(folder, *args, **changes):
     write_input(folder, **changes)

@@ -10,6 +10,8 @@ from tiny import dp, rows, write_input
 from allforce.cli import main
 from allforce.files import checkpoint
 
+pytest_plugins = ["folder_fixture"]
+
 
 def parallel(folder, workers, *args, code=0, **changes):
     write_input(folder, **changes)

@@ -1,4 +1,4 @@
-"""What tests of whole commands share."""
+"""A folder with data, for tests of whole commands; no conftest.py, for others import that of tests/parallel by name."""
 
 from __future__ import annotations
 
