@@ -156,11 +156,20 @@ def bits(tensor: Tensor) -> np.ndarray:
 
 @contextmanager
 def watchdog(seconds: float, words: str) -> Iterator[None]:
-    """End this process with `words` when the block takes longer: MPI_Init holds the interpreter, so a shell counts."""
-    script = f"sleep {seconds}; printf '%s\\n' {shlex.quote(words)} >&2; kill -TERM {os.getpid()}"
-    shell = subprocess.Popen(["/bin/sh", "-c", script], env=scrubbed(), start_new_session=True)
+    """End this process with `words` when the block takes longer: MPI_Init holds the interpreter, so a shell counts.
+
+    The shell reads a pipe of this process: whatever ends it, or the block, closes the pipe and ends the shell, which
+    never signals another process that has got the same number.
+    """
+    alarm = f"printf '%s\\n' {shlex.quote(words)} >&4; kill -TERM {os.getpid()}"
+    script = (
+        f"exec 3<&0 4>&2 2>/dev/null; sleep {seconds} & sleep=$!; (read -r line <&3; kill $sleep) & reader=$!;"
+        f" if wait $sleep; then kill $reader; {alarm}; fi; wait"
+    )
+    shell = subprocess.Popen(["/bin/sh", "-c", script], stdin=subprocess.PIPE, env=scrubbed(), start_new_session=True)
+    assert shell.stdin is not None
     try:
         yield
     finally:
-        os.killpg(shell.pid, 9)
+        shell.stdin.close()
         shell.wait()

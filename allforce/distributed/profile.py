@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
@@ -153,13 +155,22 @@ class CountedComm:
             self.compare_clocks(rounds=2)
         spans, last = [], torch.frombuffer(self._came, dtype=torch.float64) - self.offset if self._came else None
         if last is not None:
-            self.comm.all_reduce(last, "max")
+            with self._waiting():
+                self.comm.all_reduce(last, "max")
             for begin, end, latest in zip(self._begin, self._end, (last + self.offset).tolist(), strict=True):
                 there = min(max(latest, begin), end)
                 self.record.waiting += there - begin
                 spans += [(WAITING, begin, there), (TRANSFER, there, end)]
         self._came, self._begin, self._end = array("d"), array("d"), array("d")
         return spans
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """A collective that is not counted: the watch must see it nevertheless."""
+        self.calls += 1
+        self.inside, self.since = True, monotonic()
+        yield
+        self.inside, self.since = False, monotonic()
 
     def compare_clocks(self, rounds: int = ROUNDS) -> None:
         """offset: this rank's clock minus that of rank 0.
@@ -169,11 +180,12 @@ class CountedComm:
         is what is taken when it is within the bounds.
         """
         times = []
-        for _ in range(rounds):
-            came = perf_counter()
-            self.comm.barrier()
-            times.append((came, perf_counter()))
-        gathered = self.comm.gather([self.begun, times])
+        with self._waiting():
+            for _ in range(rounds):
+                came = perf_counter()
+                self.comm.barrier()
+                times.append((came, perf_counter()))
+            gathered = self.comm.gather([self.begun, times])
         all_times = [entry[1] for entry in gathered]
         offsets = [bounds(times, all_times[0]) for times in all_times]
         self.one_clock = all(low <= 0 <= high for low, high in offsets)

@@ -289,16 +289,19 @@ class Watch:
             return
         front = max(peer.calls for peer in everyone)
         came = [peer.since for peer in everyone if peer.calls == front and peer.inside]
+        waited = now - min(came, default=now)
+        late = []
         for peer in everyone:
-            if peer.calls == front:
+            silent = now - peer.heard  # a stopped worker may have come to the very call in which the others wait
+            seconds = max(waited if peer.calls < front else 0.0, silent if silent >= PATIENCE else 0.0)
+            if seconds == 0.0:
                 peer.told = 0.0
-        seconds = now - min(came, default=now)
-        for peer in [peer for peer in everyone if peer.calls < front][:4]:
-            if seconds >= peer.told + PATIENCE:
+            elif seconds >= peer.told + PATIENCE:
                 peer.told = seconds // PATIENCE * PATIENCE
-                silent = now - peer.heard
-                state = f", which has given no sign of life for {silent:.0f} s" if silent > 4 * INTERVAL else ""
-                self.warn(f"waiting for {peer.name} for {seconds:.0f} s{state} (in {_place(peer)})")
+                late.append((peer, seconds, silent))
+        for peer, seconds, silent in late[:4]:
+            state = f", which has given no sign of life for {silent:.0f} s" if silent > 4 * INTERVAL else ""
+            self.warn(f"waiting for {peer.name} for {seconds:.0f} s{state} (in {_place(peer)})")
 
     def _look_for_slow(self) -> None:
         """Seconds a step outside of collectives, of each worker since it was last compared, against their median."""
