@@ -29,7 +29,7 @@ from allforce.distributed.comm import partition
 from allforce.errors import UserError
 
 Entry = str | dict[str, str] | MimicEntry  # of `systems`
-Place = str | dict[str, str] | MimicFiles  # of one system
+Location = str | dict[str, str] | MimicFiles  # of one system
 LMDB = (".lmdb", ".mdb")
 FILES = (".h5", ".hdf5", ".xyz", ".extxyz", ".traj")  # files, besides directories, that rglob_patterns may find
 
@@ -46,17 +46,17 @@ def open_systems(
 
     With size > 1 (sharding "partition") only the share of this rank is opened. named: labels that the model names.
     """
-    places = find_systems(entries, rglob_patterns)
+    locations = find_systems(entries, rglob_patterns)
     if size > 1:
         if not type_map:
             raise UserError("sharding 'partition' needs model/type_map, because no worker opens all systems")
-        if size > len(places):
+        if size > len(locations):
             raise UserError(
-                f"sharding 'partition' deals {len(places)} system(s) to {size} workers: some would have none. "
+                f"sharding 'partition' deals {len(locations)} system(s) to {size} workers: some would have none. "
                 "Use at most as many workers as systems, or sharding 'global'"
             )
-        places = partition(places, rank, size)
-    systems = [system for place in places for system in open_place(place, named)]
+        locations = partition(locations, rank, size)
+    systems = [system for location in locations for system in open_location(location, named)]
     type_map = type_map or adopt_type_map(systems)
     for system in systems:
         system.use_type_map(type_map)
@@ -80,14 +80,14 @@ def below(folder: Path, entries: Entry | Sequence[Entry]) -> list[Entry]:
     return [moved(entry) for entry in ([entries] if isinstance(entries, (str, dict, MimicEntry)) else entries)]
 
 
-def open_place(place: Place, named: Named | None = None) -> list[System]:
-    """The system(s) at one place of find_systems."""
-    if isinstance(place, MimicFiles):
-        return [MimicSystem(place)]
-    path, names = path_and_names(place)
+def open_location(location: Location, named: Named | None = None) -> list[System]:
+    """The system(s) at one location of find_systems."""
+    if isinstance(location, MimicFiles):
+        return [MimicSystem(location)]
+    path, names = path_and_names(location)
     if frames := frame_range(path):
         base = path[: frames.start()]
-        return [_part(s, frames) for s in open_place({"file": base, **names} if names else base, named)]
+        return [_part(s, frames) for s in open_location({"file": base, **names} if names else base, named)]
     file, _, group = path.partition("#")
     is_hdf5 = not os.path.isdir(path) and h5py.is_hdf5(file)
     if names and (is_hdf5 or os.path.isdir(path)):
@@ -126,9 +126,9 @@ def _part(system: System, frames: re.Match[str]) -> Part:
     return Part(system, chosen)
 
 
-def find_systems(entries: Entry | Sequence[Entry], rglob_patterns: list[str] | None = None) -> list[Place]:
+def find_systems(entries: Entry | Sequence[Entry], rglob_patterns: list[str] | None = None) -> list[Location]:
     """Directories, file#/group and files that hold a system: below each entry sorted, then the entry itself."""
-    found: list[Place] = []
+    found: list[Location] = []
     for entry in [entries] if isinstance(entries, (str, dict, MimicEntry)) else entries:
         if isinstance(entry, MimicEntry):
             found += mimic_files(entry.mimic)

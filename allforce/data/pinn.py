@@ -18,7 +18,7 @@ from typing import Any
 import ase.data
 import numpy as np
 
-from allforce.data.discover import open_place
+from allforce.data.discover import open_location
 from allforce.data.mimic import MimicFiles, MimicSystem, check_lengths
 from allforce.data.system import Part, System
 from allforce.distributed.comm import partition
@@ -89,12 +89,12 @@ def load_mimic(
 
 def load_tfrecord(path: str, split: Any = 1, shuffle: bool = True, seed: int = 0) -> Any:
     """Data sets of PiNN's NAME.yml, nested as `split` is."""
-    return split_frames(open_place(path), split, shuffle, seed)
+    return split_frames(open_location(path), split, shuffle, seed)
 
 
 def load_ase(path: str, split: Any = 1, shuffle: bool = True, seed: int = 0) -> Any:
     """Data sets of a file that ASE reads, extended XYZ first, nested as `split` is."""
-    return split_frames(open_place(path), split, shuffle, seed)
+    return split_frames(open_location(path), split, shuffle, seed)
 
 
 def split_frames(systems: list[System], split: Any, shuffle: bool, seed: int, own: range | None = None) -> Any:

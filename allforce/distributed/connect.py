@@ -85,11 +85,13 @@ def _torch(world: World, device: torch.device, limit: float) -> Comm:
     except NoMpi as reason:
         raise no_contact(world, f"nothing in the environment leads to rank 0, and {reason}.") from None
     world.hosts = list(dict.fromkeys(mpi.gather(socket.gethostname())))
-    told: list[Any] = []
+    records: list[Any] = []
 
     def announce(record: Any) -> Any:
-        told.extend(() if told else mpi.gather(record))  # all ranks together, so once: who asks again gets the same
-        return told[0]
+        records.extend(
+            () if records else mpi.gather(record)
+        )  # all ranks together, so once: who asks again gets the same
+        return records[0]
 
     comm = TorchComm.start(world, device, limit, announce)
     comm.barrier()  # all have met: nobody asks rank 0's store while MPI_Finalize holds its interpreter

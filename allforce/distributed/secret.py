@@ -45,18 +45,18 @@ class Seals:
 
     def __init__(self, secret: bytes, nonces: bytes, worker: bool):
         keys = [proof(secret, way, nonces) for way in (b"to rank 0", b"from rank 0")]
-        self.mine, self.theirs = keys if worker else reversed(keys)
+        self.sending_key, self.receiving_key = keys if worker else reversed(keys)
         self.sent = self.received = 0
 
     def seal(self, fields: Sequence[bytes]) -> bytes:
         body = b"".join(len(f).to_bytes(4, "big") + f for f in fields)
         self.sent += 1
-        return len(body).to_bytes(4, "big") + body + proof(self.mine, self.sent.to_bytes(8, "big"), body)
+        return len(body).to_bytes(4, "big") + body + proof(self.sending_key, self.sent.to_bytes(8, "big"), body)
 
     def unseal(self, message: bytes) -> list[bytes]:
         body, seal = message[:-SIZE], message[-SIZE:]
         self.received += 1
-        if not hmac.compare_digest(seal, proof(self.theirs, self.received.to_bytes(8, "big"), body)):
+        if not hmac.compare_digest(seal, proof(self.receiving_key, self.received.to_bytes(8, "big"), body)):
             raise ConnectionError("a message that the other side has not sealed")
         fields, at = [], 0
         while at < len(body):

@@ -78,9 +78,9 @@ class Server:
             writer.close()
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Seals:
-        mine = secrets.token_bytes(SIZE)
-        writer.write(HELLO + mine)
-        nonces = mine + await reader.readexactly(SIZE)
+        nonce = secrets.token_bytes(SIZE)
+        writer.write(HELLO + nonce)
+        nonces = nonce + await reader.readexactly(SIZE)
         known = hmac.compare_digest(await reader.readexactly(SIZE), proof(self.secret, b"worker", nonces))
         writer.write(proof(self.secret, b"rank 0", nonces) if known else bytes(SIZE))
         if not known:

@@ -59,7 +59,7 @@ class Peer:
     step: int = -1
     busy: float = 0.0  # seconds spent outside of collectives
     doing: str = ""
-    told: float = 0.0  # seconds of waiting that the log has said
+    logged: float = 0.0  # seconds of waiting that the log has said
     slow: int = 0  # comparisons in a row in which it was
     mark: tuple[int, float] = (-1, 0.0)  # step and busy at the last comparison
 
@@ -102,10 +102,10 @@ class Watch:
 
     def _meet(self) -> Any:
         """Who is there, and where rank 0 is to be reached."""
-        mine = [_here(), f"rank {self.comm.rank} (process {os.getpid()} on {socket.gethostname()})"]
-        told = self.comm.gather(mine)
-        self.names = [name for _, name in told]
-        one_host = len({here for here, _ in told}) == 1
+        own = [_here(), f"rank {self.comm.rank} (process {os.getpid()} on {socket.gethostname()})"]
+        everyone = self.comm.gather(own)
+        self.names = [name for _, name in everyone]
+        one_host = len({here for here, _ in everyone}) == 1
         offer = self._listen(one_host) if self.comm.rank == 0 else None
         place, now = self.comm.gather(offer)[0], time.monotonic()
         self.me = Peer(self.comm.rank, self.names[self.comm.rank], now)
@@ -295,9 +295,9 @@ class Watch:
             silent = now - peer.heard  # a stopped worker may have come to the very call in which the others wait
             seconds = max(waited if peer.calls < front else 0.0, silent if silent >= PATIENCE else 0.0)
             if seconds == 0.0:
-                peer.told = 0.0
-            elif seconds >= peer.told + PATIENCE:
-                peer.told = seconds // PATIENCE * PATIENCE
+                peer.logged = 0.0
+            elif seconds >= peer.logged + PATIENCE:
+                peer.logged = seconds // PATIENCE * PATIENCE
                 late.append((peer, seconds, silent))
         for peer, seconds, silent in late[:4]:
             state = f", which has given no sign of life for {silent:.0f} s" if silent > 4 * INTERVAL else ""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from allforce.data.discover import Place, find_systems, open_place
+from allforce.data.discover import Location, find_systems, open_location
 from allforce.data.sample import count_neighbors
 from allforce.data.system import Part, System, adopt_type_map
 from allforce.distributed.comm import SerialComm
@@ -36,9 +36,9 @@ SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 @dataclass
 class Run:
-    """A place that holds frames of one simulation, as far as one can tell."""
+    """What holds frames of one simulation, as far as one can tell."""
 
-    place: str
+    location: str
     systems: list[System]
 
     @property
@@ -49,7 +49,7 @@ class Run:
         """(all but the end, the end) as entries of `systems`; None when one of its systems has too few frames."""
         shortest = min(s.nframes for s in self.systems)
         n = max(s.nframes for s in self.systems) // SHARE
-        return (f"{self.place}@:-{n}", f"{self.place}@-{n}:") if 0 < n < shortest else None
+        return (f"{self.location}@:-{n}", f"{self.location}@-{n}:") if 0 < n < shortest else None
 
 
 def init(entries: list[str], time: str, output: str) -> None:
@@ -57,7 +57,7 @@ def init(entries: list[str], time: str, output: str) -> None:
     if Path(output).exists():
         raise UserError(f"{output}: exists already. Choose another name with -o, or remove it.")
     seconds = in_seconds(time)
-    runs = [Run(text(place), open_place(place)) for place in find_systems(entries)]
+    runs = [Run(text(location), open_location(location)) for location in find_systems(entries)]
     type_map = adopt_type_map([s for run in runs for s in run.systems])
     for run in runs:
         for system in run.systems:
@@ -93,20 +93,20 @@ def in_seconds(time: str) -> float:
     return float(match[1]) * SECONDS[match[2]]
 
 
-def text(place: Place) -> str:
-    assert isinstance(place, str)  # the command line has no objects
-    return place
+def text(location: Location) -> str:
+    assert isinstance(location, str)  # the command line has no objects
+    return location
 
 
 def split(runs: list[Run]) -> tuple[list[str], list[str]]:
     """Entries for training and for validation."""
     if len(runs) >= RUNS:
         held = held_back(runs)
-        return [r.place for r in runs if r not in held], [r.place for r in held]
+        return [r.location for r in runs if r not in held], [r.location for r in held]
     training, validation = [], []
     for run in runs:
         parts = run.cut()
-        training.append(parts[0] if parts else run.place)
+        training.append(parts[0] if parts else run.location)
         validation += [parts[1]] if parts else []
     return training, validation
 

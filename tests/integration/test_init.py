@@ -20,7 +20,7 @@ def runs(folder, count, types=(0, 1)):
 
 def opened(found):
     for run in found:
-        run.systems = init.open_place(run.place)
+        run.systems = init.open_location(run.location)
         for system in run.systems:
             system.use_type_map(["A", "B"])
     return found
@@ -47,7 +47,7 @@ def test_from_data_to_a_model(folder):
 def test_whole_runs_are_held_back_where_there_are_many(folder):
     found = opened(runs(folder, 20))
     training, validation = init.split(found)
-    assert validation == [found[9].place, found[19].place] and len(training) == 18
+    assert validation == [found[9].location, found[19].location] and len(training) == 18
     alone = opened([init.Run(str(write_system(folder / "only", [1, 1], 4, 99)), [])])
     others = opened(runs(folder / "a", 19, types=(0, 0)))
     assert init.held_back([*others[:9], *alone, *others[9:]]) == [others[18]]
@@ -55,7 +55,7 @@ def test_whole_runs_are_held_back_where_there_are_many(folder):
 
 def test_runs_that_are_too_short_stay_whole(folder):
     few = opened([init.Run(str(write_system(folder / "few", [0, 1], 5, 7)), [])])
-    assert init.split(few) == ([few[0].place], [])
+    assert init.split(few) == ([few[0].location], [])
 
 
 @pytest.mark.parametrize("time, seconds", [("10m", 600), ("1.5h", 5400), ("1d", 86400), ("90s", 90)])
