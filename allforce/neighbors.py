@@ -1,4 +1,4 @@
-"""Neighbour pairs within a cutoff, periodic images included, by the library vesin.
+"""Neighbour pairs within a cutoff, periodic images included: of many atoms by the library vesin, of few by trying all.
 
 Edge vector r_e = r_j - r_i + S·H (neighbour minus centre). Any cell: smaller than the cutoff (an atom then sees its own
 images), triclinic, left-handed, none at all. Atoms may lie anywhere, in or far outside the cell.
@@ -20,15 +20,16 @@ TOUCHING = 1e-3  # Å: closer than this, two atoms are on one place
 FARTHEST = 1e9  # Å: beyond it the library counts its cells wrong
 LONGEST = 1e4  # Å, of a cutoff
 MOST_PAIRS = 5e7  # of one structure: a few GB
+FEW = 400  # atoms: up to here trying all periodic pairs is faster than sorting the atoms into cells first
 
 _calculators = threading.local()  # a vesin calculator keeps its buffers and must not be shared by threads
 
 
-def _calculator(rcut: float, threads: int, once: bool) -> NeighborList:
+def _calculator(rcut: float, threads: int) -> NeighborList:
     cache = _calculators.__dict__.setdefault("cache", {})
-    if (rcut, threads, once) not in cache:
-        cache[rcut, threads, once] = NeighborList(cutoff=rcut, full_list=not once, sorted=not once, n_threads=threads)
-    return cache[rcut, threads, once]
+    if (rcut, threads) not in cache:
+        cache[rcut, threads] = NeighborList(cutoff=rcut, full_list=True, sorted=True, n_threads=threads)
+    return cache[rcut, threads]
 
 
 def neighbor_list(
@@ -39,36 +40,72 @@ def neighbor_list(
     where: str = "the structure",
     periodic: Sequence[bool] | None = None,
 ) -> Pairs:
-    """All pairs with |r| <= rcut: i (E,) int32 ascending, j (E,) int32, r (E, 3) float64.
+    """All pairs with |r| < rcut: i (E,) int32 ascending, j (E,) int32, r (E, 3) float64.
 
     coord (n, 3); cell (3, 3) with rows as lattice vectors, or None when not periodic; where: its name in messages;
     periodic: along which of the three, all when left out.
     """
-    pairs, r = _pairs(coord, cell, rcut, threads, where, periodic)
+    coord = np.ascontiguousarray(coord, dtype=np.float64).reshape(-1, 3)
+    box = np.zeros((3, 3)) if cell is None else np.ascontiguousarray(cell, dtype=np.float64).reshape(3, 3)
+    if len(coord) == 0:
+        return np.empty(0, np.int32), np.empty(0, np.int32), np.empty((0, 3))
+    if periodic is None:
+        check_size(coord, box if cell is not None else None, rcut, where)
+    along = [cell is not None] * 3 if periodic is None or cell is None else list(periodic)
+    if len(coord) <= FEW and any(along):
+        return pairs_of_few(coord, box, rcut, along, where)
+    try:
+        pairs, r = _calculator(float(rcut), threads).compute(coord, box, along, "PD", copy=False)
+    except RuntimeError as error:  # numbers that are not finite
+        raise UserError(f"{where}: no neighbours can be found: {error}") from None
     return pairs[:, 0].astype(np.int32), pairs[:, 1].astype(np.int32), r if r.flags.owndata else r.copy()
 
 
-def _pairs(
-    coord: np.ndarray,
-    cell: np.ndarray | None,
-    rcut: float,
-    threads: int,
-    where: str,
-    periodic: Sequence[bool] | None = None,
-    once: bool = False,
-) -> tuple[np.ndarray, np.ndarray]:
-    """i, j (E, 2) and r (E, 3), valid until the next call; once: each pair in one direction only, in no order."""
-    coord = np.ascontiguousarray(coord, dtype=np.float64).reshape(-1, 3)
-    if len(coord) == 0:
-        return np.empty((0, 2), np.uint64), np.empty((0, 3))
-    box = np.zeros((3, 3)) if cell is None else np.ascontiguousarray(cell, dtype=np.float64).reshape(3, 3)
-    if periodic is None:
-        check_size(coord, box if cell is not None else None, rcut, where)
-    along = cell is not None if periodic is None or cell is None else list(periodic)
-    try:
-        return _calculator(float(rcut), threads, once).compute(coord, box, along, "PD", copy=False)
-    except RuntimeError as error:  # numbers that are not finite
-        raise UserError(f"{where}: no neighbours can be found: {error}") from None
+def pairs_of_few(coord: np.ndarray, box: np.ndarray, rcut: float, along: Sequence[bool], where: str) -> Pairs:
+    """neighbor_list of a periodic structure by trying all pairs of atoms."""
+    if not (np.isfinite(coord).all() and np.isfinite(box).all()):
+        raise UserError(f"{where}: no neighbours can be found: a coordinate or the cell is not a finite number")
+    periodic, n = np.array(along, dtype=np.bool_), len(coord)
+    to_fractions = np.linalg.pinv(box * periodic[:, None])
+    rounding = 1e-9 * rcut + 1e-14 * np.abs(coord).max(initial=0.0)  # Å: candidates may be too many, never too few
+    reach = (rcut + rounding) * np.linalg.norm(to_fractions, axis=0)  # two planes are 1/|column of the inverse| apart
+    volume = abs(float(np.linalg.det(box))) if periodic.all() else np.inf
+    size = int(min(n * n / volume * 6.0 * rcut**3, MOST_PAIRS)) + 16 * n  # 4.19 on average, so nearly always enough
+    while True:
+        i, j, r = np.empty(size, np.int32), np.empty(size, np.int32), np.empty((size, 3))
+        found = try_all_pairs(coord, box, to_fractions, reach, periodic, rcut, i, j, r)
+        if found <= size:
+            return i[:found].copy(), j[:found].copy(), r[:found].copy()  # lists are kept: not more than they need
+        size = found
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def try_all_pairs(coord, box, to_fractions, reach, periodic, rcut, i, j, r):
+    """Fill i, j, r with the pairs within rcut, sorted by i, as far as there is space for them; how many there are.
+
+    reach (3,): rcut in distances of lattice planes. An image S of a pair with the fractional vector f can be within
+    rcut only if |f + S| <= reach in all three.
+    """
+    n, low, high = 0, np.zeros(3, np.int64), np.zeros(3, np.int64)
+    for a in range(len(coord)):
+        for b in range(len(coord)):
+            x, y, z = coord[b, 0] - coord[a, 0], coord[b, 1] - coord[a, 1], coord[b, 2] - coord[a, 2]
+            for d in range(3):
+                if periodic[d]:
+                    f = x * to_fractions[0, d] + y * to_fractions[1, d] + z * to_fractions[2, d]
+                    low[d], high[d] = np.ceil(-reach[d] - f), np.floor(reach[d] - f)
+            for sx in range(low[0], high[0] + 1):
+                for sy in range(low[1], high[1] + 1):
+                    for sz in range(low[2], high[2] + 1):
+                        rx = x + (sx * box[0, 0] + sy * box[1, 0] + sz * box[2, 0])
+                        ry = y + (sx * box[0, 1] + sy * box[1, 1] + sz * box[2, 1])
+                        rz = z + (sx * box[0, 2] + sy * box[1, 2] + sz * box[2, 2])
+                        if rx * rx + ry * ry + rz * rz >= rcut * rcut or (a == b and sx == 0 and sy == 0 and sz == 0):
+                            continue
+                        if n < len(i):
+                            i[n], j[n], r[n, 0], r[n, 1], r[n, 2] = a, b, rx, ry, rz
+                        n += 1
+    return n
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -154,18 +191,10 @@ def crowding(
     where: str,
     order: np.ndarray | None = None,
 ) -> tuple[float, np.ndarray]:
-    """The smallest distance (inf without pairs), and the most neighbours (ntypes,) of each type that an atom has.
-
-    For this each pair is looked at once, in any order, which takes 0.6 of the time of a list for a model. Atoms on one
-    place are an error.
-    """
-    pairs, r = _pairs(coord, cell, rcut, 1, where, once=True)
-    _, nearest = _smallest(r)
-    if nearest < TOUCHING:  # the full list says it, with the same atoms as everywhere
-        check_distances(*neighbor_list(coord, cell, rcut, where=where), where, order)
-    i, j = pairs.T
-    count = neighbor_counts(i, j, types, len(types), ntypes) + neighbor_counts(j, i, types, len(types), ntypes)
-    return nearest, count.max(axis=0, initial=0)
+    """The smallest distance (inf without pairs), and the most neighbours (ntypes,) of each type that an atom has."""
+    i, j, r = neighbor_list(coord, cell, rcut, where=where)
+    nearest = check_distances(i, j, r, where, order)
+    return nearest, neighbor_counts(i, j, types, len(types), ntypes).max(axis=0, initial=0)
 
 
 def limit_neighbors(

@@ -52,6 +52,28 @@ def test_images_of_atoms_do_not_matter(name):
     np.testing.assert_allclose(table(*near_edges), table(*far_edges), atol=2e-6)
 
 
+@pytest.mark.parametrize("periodic", [None, (True, True, False), (False, True, False)])
+@pytest.mark.parametrize("natoms", [1, 30, 150])
+def test_few_atoms_have_the_pairs_of_many(natoms, periodic, monkeypatch):
+    """All pairs tried, and atoms sorted into cells by vesin, also far outside of a cell that leans."""
+    rng = np.random.default_rng(5)
+    cell = np.array([[7.0, 0.5, -3.0], [2.5, 8.0, 1.0], [-4.0, 3.0, 9.0]])
+    coord = rng.random((natoms, 3)) @ cell + (rng.integers(-30, 30, (natoms, 3)) @ cell if periodic is None else 0.0)
+    few = table(*neighbor_list(coord, cell, 5.0, periodic=periodic))
+    monkeypatch.setattr("allforce.neighbors.FEW", 0)
+    many = table(*neighbor_list(coord, cell, 5.0, periodic=periodic))
+    assert len(few) >= (natoms > 1) * natoms and np.array_equal(few[:, :2], many[:, :2])
+    np.testing.assert_allclose(few, many, atol=2e-6)
+
+
+def test_more_pairs_than_expected():
+    """Atoms in a heap in a large cell have more neighbours than their density says."""
+    coord = np.random.default_rng(6).random((60, 3)) * 2 + 1
+    i, j, r = neighbor_list(coord, np.eye(3) * 50, 6.0)
+    assert len(i) == 60 * 59 and (np.diff(i) >= 0).all() and r.flags.owndata
+    np.testing.assert_allclose(r, coord[j] - coord[i])
+
+
 def test_edge_vector_is_neighbour_minus_centre():
     i, j, r = neighbor_list(np.array([[0.5, 0, 0], [9.8, 0, 0]]), np.eye(3) * 10, 2.0)
     assert i.tolist() == [0, 1] and j.tolist() == [1, 0]
