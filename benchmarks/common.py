@@ -196,7 +196,7 @@ def train(name: str, config: dict, folder: Path, threads: int, options: list[str
 
 def test_errors(name: str, folder: Path, system: Path, threads: int) -> tuple[float, float]:
     """Freeze what was trained in a folder and `dp test` it: force RMSE (eV/Å), energy RMSE (meV/atom)."""
-    env, model = environment(name, threads), "model.dp" if name == "ours" else "model.pb"
+    env, model = environment(name, threads), {"ours": "model.dp", "tf": "model.pb", "pt": "model.pth"}[name]
     spawn([*command(name), "freeze", "-o", model], folder, env)
     lines, _ = spawn([*command(name), "test", "-m", model, "-s", str(system)], folder, env)
     text = "\n".join(line.text for line in lines)

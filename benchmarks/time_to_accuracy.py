@@ -3,10 +3,11 @@
     python benchmarks/time_to_accuracy.py --train data_0 data_1 data_2 --valid data_3            ours and DeePMD-kit
     python benchmarks/time_to_accuracy.py --train run.xyz --valid test.xyz --ladder 300,1000     files that ASE reads
 
-DeePMD-kit (TensorFlow) trains by the recipe of its examples (Adam, exponential decay) for --peer-steps; Allforce by its
-own (`dp train --recipe`) for the steps of --ladder, a run for each, because its rate ends at zero. Both with the same
-nets, data, precision and threads, in turn, as a user does: wall time is that of the whole process, start included. The
-batch is part of the recipe: --batch is DeePMD-kit's, --own-batch ours (`dp init` writes auto:256). Errors are those of
+DeePMD-kit (TensorFlow) trains by the recipe of its examples (Adam, exponential decay) for --peer-steps, and with
+--best-steps also by the best it has (PyTorch, HybridMuon, a cosine from --best-rate to 0); Allforce by its own
+(`dp train --recipe`) for the steps of --ladder, a run for each, because its rate ends at zero. All with the same nets,
+data, precision and threads, in turn, as a user does: wall time is that of the whole process, start included. The batch
+is part of the recipe: --batch is DeePMD-kit's, --own-batch ours (`dp init` writes auto:256). Errors are those of
 `dp test` on all validation frames. The time to an accuracy is that of the shortest run of the ladder whose force and
 energy errors are both as small. Medians over the seeds.
 """
@@ -60,6 +61,9 @@ def config_of(name: str, steps: int, seed: int, type_map: list[str], data: Path,
     config["learning_rate"] |= {"decay_steps": max(1, steps // 20), "start_lr": 0.001, "stop_lr": 1e-6}
     if name == "ours":
         config |= {"learning_rate": dict(RATE), "optimizer": dict(OPTIMIZER), "loss": with_loss(config["loss"])}
+    if name == "pt":  # as it is documented there, but for the rate
+        config["learning_rate"] = {"type": "cosine", "start_lr": args.best_rate, "stop_lr": 1e-8}
+        config["optimizer"] = {"type": "HybridMuon"}
     return config
 
 
@@ -122,11 +126,13 @@ def main() -> None:
     parser.add_argument("--own-batch", type=lambda text: int(text) if text.isdigit() else text, help="auto:256 or so")
     parser.add_argument("--ladder", default="150,300,600,1200,2400", help="steps of Allforce")
     parser.add_argument("--peer-steps", default="4000,20000", help="steps of DeePMD-kit")
+    parser.add_argument("--best-steps", default="", help="steps of DeePMD-kit with PyTorch and HybridMuon")
+    parser.add_argument("--best-rate", type=float, default=0.001)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args()
-    names = available(["ours", "tf"])
-    lengths = {"ours": args.ladder, "tf": args.peer_steps}
+    lengths = {"ours": args.ladder, "tf": args.peer_steps, "pt": args.best_steps}
+    names = available([n for n, steps in lengths.items() if steps])
     found: dict[str, list[dict[str, float]]] = {n: [] for n in names}
     with tempfile.TemporaryDirectory(prefix="allforce-bench-") as tmp:
         data, type_map = as_npy(args.train, Path(tmp) / "train", None)
