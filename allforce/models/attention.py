@@ -18,20 +18,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from allforce.models.attention_core import Attend, Norm, Rule
+from allforce.models.attention_kernels import SHIFT
+from allforce.models.kernels import compiled
 from allforce.models.layers import Layer
 from allforce.models.serial import copy_array, copy_layer, layer_from_pt, layer_tree, to_numpy
-
-SHIFT = 20.0  # of the smooth softmax
 
 
 @dataclass
 class Neighbors:
     """Of each of N atoms at most n neighbours, one beside the other."""
 
-    mask: Tensor  # (N, n) bool, False where there is none
+    mask: Tensor  # (N, n) 1, and 0 where there is none
     w: Tensor  # (N, n) switch function, 0 where there is none
     unit: Tensor  # (N, n, 3) r/|r|
-    empty: Tensor  # (N,) slots of `sel` without a neighbour, of which n − Σ mask are among the n
+    beyond: float  # empty slots of `sel` that are not among the n
 
 
 class AttentionLayer(nn.Module):
@@ -46,34 +47,44 @@ class AttentionLayer(nn.Module):
         self.norm_w = nn.Parameter(torch.ones(width, dtype=dtype), requires_grad=config.trainable_ln)
         self.norm_b = nn.Parameter(torch.zeros(width, dtype=dtype), requires_grad=config.trainable_ln)
         self.eps = 1e-5 if config.ln_eps is None else config.ln_eps
-        self.alpha = config.temperature or (h * config.scaling_factor) ** -0.5
+        alpha = config.temperature or (h * config.scaling_factor) ** -0.5
+        self.rule = Rule(alpha, config.smooth, config.attn_dotr, config.normalize)
 
     def forward(self, G: Tensor, at: Neighbors) -> Tensor:
         """G (N, n, M1) -> the same."""
-        qkv = self.in_proj(G.flatten(0, 1)).view(*G.shape[:2], 3, self.hidden)
+        qkv = self.in_proj(G.flatten(0, 1)).view(*G.shape[:2], 3 * self.hidden)
+        if compiled(G):
+            w = at.w if self.config.smooth else at.mask
+            o = Attend.apply(qkv, w, at.unit, at.beyond, self.rule)[0]
+        else:
+            o = self.attend(qkv, at)
+        return self.norm(G + self.out_proj(o.flatten(0, 1)).view_as(G))
+
+    def attend(self, qkv: Tensor, at: Neighbors) -> Tensor:
+        """What attention_core.py does by hand, as plain equations."""
+        qkv = qkv.unflatten(2, (3, self.hidden))
         if self.config.normalize:
             qkv = F.normalize(qkv, dim=-1)
         q, k, v = qkv.unbind(2)
-        a = self.alpha * (q @ k.transpose(1, 2))  # (N, n, n)
-        a = self.softmax(a, at)
+        a = self.softmax(self.rule.alpha * (q @ k.transpose(1, 2)), at)  # (N, n, n)
         if self.config.attn_dotr:
             a = a * (at.unit @ at.unit.transpose(1, 2))
-        out = self.out_proj((a @ v).flatten(0, 1)).view_as(G)
-        return self.norm(G + out)
+        return a @ v
 
     def softmax(self, a: Tensor, at: Neighbors) -> Tensor:
         if not self.config.smooth:
-            a = a.masked_fill(~at.mask[:, None, :], -torch.inf)
+            a = a.masked_fill(at.mask[:, None, :] == 0.0, -torch.inf)
             lonely = ~at.mask.any(1)[:, None, None]  # no key at all: softmax would give nan
             return torch.softmax(a.masked_fill(lonely, 0.0), dim=-1) * at.mask[:, :, None]
         ww = at.w[:, :, None] * at.w[:, None, :]
         a = (a + SHIFT) * ww - SHIFT
         top = a.detach().amax(-1, keepdim=True).clamp(min=-SHIFT)
-        beyond = (at.empty - (~at.mask).sum(1)).clamp(min=0)[:, None, None]  # empty slots that are not among the n
         e = torch.exp(a - top)
-        return e / (e.sum(-1, keepdim=True) + beyond * torch.exp(-SHIFT - top)) * ww
+        return e / (e.sum(-1, keepdim=True) + at.beyond * torch.exp(-SHIFT - top)) * ww
 
     def norm(self, G: Tensor) -> Tensor:
+        if compiled(G):
+            return torch.addcmul(self.norm_b, Norm.apply(G, self.eps)[0], self.norm_w)
         return F.layer_norm(G, G.shape[-1:], self.norm_w, self.norm_b, self.eps)
 
     def alone(self, G: Tensor) -> Tensor:

@@ -228,21 +228,42 @@ class SeAtten(Moments):
     def attend(self, batch: Batch, R: Tensor, G: Tensor, w: Tensor) -> Tensor:
         """Σ_e R̂_e ⊗ G_e after the attention layers, neighbours of an atom side by side."""
         i, j = batch.edges.i, batch.edges.j
-        N, count = len(batch.type), batch.edges.first.diff()
-        n = int(count.max()) if len(i) and count.device.type == "cpu" else int(self.nnei)  # a GPU does not wait for it
-        index = i * n + torch.arange(len(i), device=i.device) - batch.edges.first[i]
+        place, first, sizes = self.pieces(batch.edges.first.diff())
+        index = first[i] + torch.arange(len(i), device=i.device) - batch.edges.first[i]
+        rows = [atoms * n for atoms, n in sizes]
 
-        def dense(values: Tensor) -> Tensor:
-            return values.new_zeros(N * n, values.shape[1]).index_copy(0, index, values).view(N, n, values.shape[1])
+        def dense(values: Tensor) -> list[Tensor]:
+            all_rows = values.new_zeros(sum(rows), values.shape[1]).index_copy(0, index, values)
+            return [x.view(*size, x.shape[1]) for x, size in zip(all_rows.split(rows), sizes, strict=True)]
 
-        used = self.used[batch.type[i], batch.edges.type[j]][:, None]
-        mask = dense(used.to(w.dtype))[:, :, 0] > 0
-        columns = (mask, dense(w * used)[:, :, 0], dense(F.normalize(R[:, 1:])), self.nnei - mask.sum(1))
-        at_once = max(1, ROWS // max(n, 1)) if i.device.type == "cpu" else N
+        used = self.used[batch.type[i], batch.edges.type[j]][:, None].to(w.dtype)
+        columns = [dense(x) for x in (G, R, used, w * used, F.normalize(R[:, 1:]))]
         parts = []
-        for g, rows, *some in zip(*(x.split(at_once) for x in (dense(G), dense(R), *columns)), strict=True):
-            parts.append(rows.transpose(1, 2) @ self.layers(g, Neighbors(*some)))
-        return torch.cat(parts)
+        for g, r, mask, switched, unit in zip(*columns, strict=True):
+            beyond = max(self.nnei - mask.shape[1], 0.0)
+            at = Neighbors(mask[:, :, 0], switched[:, :, 0], unit, beyond)
+            parts.append(r.transpose(1, 2) @ self.layers(g, at))
+        return torch.cat(parts)[place]
+
+    def pieces(self, count: Tensor) -> tuple[Tensor, Tensor, list[tuple[int, int]]]:
+        """Atoms in pieces of (atoms, n) with room for n neighbours each: place of each atom, its first row, the pieces.
+
+        On a CPU those with the most neighbours come first, so that little room is left empty. A GPU takes all at once,
+        with room for `sel`: it need not wait for the counts.
+        """
+        N, device = len(count), count.device
+        if device.type != "cpu":
+            place, n = torch.arange(N, device=device), int(self.nnei)
+            return place, place * n, [(N, n)]
+        counts, order = count.sort(descending=True, stable=True)
+        sizes: list[tuple[int, int]] = []
+        while (done := sum(atoms for atoms, _ in sizes)) < N:
+            n = max(int(counts[done]), 1)
+            sizes.append((min(max(ROWS // n, 1), N - done), n))
+        sizes = sizes or [(0, 1)]
+        room = torch.cat([torch.full((atoms,), n) for atoms, n in sizes])
+        place = order.argsort()
+        return place, (room.cumsum(0) - room)[place], sizes
 
     def layers(self, G: Tensor, at: Neighbors) -> Tensor:
         for layer in self.attention:

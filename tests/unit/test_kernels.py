@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from allforce.models import atom_kernels, kernels, pinet_kernels, triple_kernels
+from allforce.models import atom_kernels, attention_kernels, kernels, pinet_kernels, triple_kernels
 from allforce.models.pool import gomp_parallel, spread
 
 
@@ -39,7 +39,8 @@ def digest(name: str) -> str:
 def test_loops_are_compiled_anew_with_the_code_that_they_include():
     """When this fails, write the digest that it shows: the file with the loops is then another one for numba."""
     assert digest("pool") == kernels.POOL
-    assert {module.KERNELS for module in (atom_kernels, pinet_kernels, triple_kernels)} == {digest("kernels")}
+    including = (atom_kernels, attention_kernels, pinet_kernels, triple_kernels)
+    assert {module.KERNELS for module in including} == {digest("kernels")}
 
 
 @njit
