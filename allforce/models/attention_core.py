@@ -47,8 +47,9 @@ def pool(x: Tensor) -> Pool:
     return threads(x.numel() // 64)  # a number takes a 64th of the time of an edge
 
 
-def like(x: Tensor, count: int) -> list[Tensor]:
-    return [torch.empty_like(x) for _ in range(count)]
+def like(x: Tensor) -> Tensor:
+    """Room for a result: loops write into contiguous arrays only."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def or_zero(x: Tensor | None, like: Tensor) -> Tensor:
@@ -94,16 +95,16 @@ def attend_pull(go, y, f, s, w, u, p, rule, y_bar=None, f_bar=None, s_bar=None):
     """gz, gw, gu; ga and y·gy. Adjoints of y, f and s from elsewhere are added to those from go; ȳ is overwritten."""
     q, k, v = y
     ga = torch.bmm(go, v.transpose(1, 2))
-    (a, gs), gw, gu = like(s, 2), torch.empty_like(w), torch.empty_like(u)
+    a, gs, gw, gu = (like(x) for x in (s, s, w, u))
     loops.pull(*arrays(s, w, u, p, ga), rule.flags, *arrays(a, gs, gw, gu), pool(s))
     if s_bar is not None:
         gs += s_bar
     add = y_bar is not None
-    gy = y_bar if add else torch.empty_like(y)
+    gy = y_bar if add else like(y)
     products = (gs, k, rule.alpha), (gs.transpose(1, 2), q, rule.alpha), (a.transpose(1, 2), go, 1.0)
     for out, (left, right, factor) in zip(gy, products, strict=True):
         torch.baddbmm(out, left, right, beta=float(add), alpha=factor, out=out)
-    gz, along = y.new_empty(*f.shape[:2], 3 * y.shape[3]), torch.empty_like(f)
+    gz, along = y.new_empty(*f.shape[:2], 3 * y.shape[3]), like(f)
     loops.unit_pull(
         *arrays(y.flatten(1, 2), f.flatten(0, 1)),
         rule.normalize,
@@ -128,7 +129,7 @@ class AttendPull(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, z_dot, w_dot, u_dot):
         (go, y, f, s, w, u, p, gz, ga, along), rule = ctx.saved_tensors, ctx.rule
-        (y_dot, y_bar), f_bar = like(y, 2), torch.empty_like(f)
+        y_dot, y_bar, f_bar = (like(x) for x in (y, y, f))
         loops.unit_push(
             *arrays(y.flatten(1, 2), f.flatten(0, 1)),
             rule.normalize,
@@ -140,7 +141,7 @@ class AttendPull(torch.autograd.Function):
         s_dot = torch.bmm(q_dot, k.transpose(1, 2))
         s_dot.baddbmm_(q, k_dot.transpose(1, 2), beta=rule.alpha, alpha=rule.alpha)
         b = torch.bmm(go, v_dot.transpose(1, 2))
-        (a, a_dot, gs, s_bar), w_bar, u_bar = like(s, 4), torch.empty_like(w), torch.empty_like(u)
+        a, a_dot, gs, s_bar, w_bar, u_bar = (like(x) for x in (s, s, s, s, w, u))
         given = (s, w, u, p, ga, s_dot, w_dot, u_dot, b)
         loops.push(*arrays(*given), rule.flags, *arrays(a, a_dot, gs, s_bar, w_bar, u_bar), pool(s))
         o_dot = torch.bmm(a_dot, v).baddbmm_(a, v_dot)
@@ -155,7 +156,7 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, eps: float):
-        y, f = torch.empty_like(x), x.new_empty(x.shape[:-1])
+        y, f = like(x), x.new_empty(x.shape[:-1])
         loops.norm_rows(*arrays(x.flatten(0, -2)), eps, *arrays(y.flatten(0, -2), f.flatten()), pool(x))
         ctx.save_for_backward(y, f)
         ctx.set_materialize_grads(False)
@@ -171,7 +172,7 @@ class Norm(torch.autograd.Function):
 
 
 def norm_pull(gy: Tensor, gf: Tensor, y: Tensor, f: Tensor) -> Tensor:
-    gx = torch.empty_like(y)
+    gx = like(y)
     rows = y.flatten(0, -2), f.flatten(), gy.flatten(0, -2), gf.flatten(), gx.flatten(0, -2)
     loops.norm_pull(*arrays(*rows), pool(y))
     return gx
@@ -189,7 +190,7 @@ class NormPull(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, x_dot: Tensor):
         gy, y, f = ctx.saved_tensors
-        (y_dot, y_bar), f_bar = like(y, 2), torch.empty_like(f)
+        y_dot, y_bar, f_bar = (like(x) for x in (y, y, f))
         given = (y.flatten(0, -2), f.flatten(), gy.flatten(0, -2), x_dot.flatten(0, -2))
         loops.norm_push(*arrays(*given, y_dot.flatten(0, -2), y_bar.flatten(0, -2), f_bar.flatten()), pool(y))
         return y_dot, y_bar, f_bar

@@ -33,7 +33,7 @@ def neighbors(smooth: bool) -> tuple[Tensor, Tensor]:
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    return float((a - b).detach().abs().max() / (1e-6 + b.detach().abs().max()))
+    return float((a - b).detach().abs().max() / (1e-12 + b.detach().abs().max()))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -92,7 +92,7 @@ def test_a_third_derivative_is_refused():
 @pytest.mark.parametrize("options", [{"smooth_type_embedding": True, "exclude_types": [[1, 1]]}, {"attn_dotr": False}])
 @pytest.mark.parametrize("precision", ["float64", "float32"])
 def test_training_is_that_of_the_equations(options, precision, monkeypatch):
-    """Energies, forces, virials and the gradient of a loss on them, also with an atom that has no neighbours."""
+    """Energies, forces, virials and the gradient of a loss on the last two, also with an atom without neighbours."""
     descriptor = {"type": "se_atten", "attn_layer": 2, "precision": precision, **options}
     model, frame = small_model(descriptor), structure(0, 9, cell=None)
     frame = Frame(np.vstack([frame.coord, [[50.0, 0.0, 0.0]]]), np.append(frame.type, 1), None)
@@ -101,10 +101,10 @@ def test_training_is_that_of_the_equations(options, precision, monkeypatch):
 
     def run() -> list[Tensor]:
         p = model(batch, wanted)
-        loss = sum((p[name] ** 2).mean() for name in wanted)
-        return [*p.values(), *torch.autograd.grad(loss, list(model.parameters()))]
+        loss = (p["forces"] ** 2).mean() + (p["virial"] ** 2).mean()
+        return [*p.values(), *torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)]
 
     by_hand = run()
     monkeypatch.setenv(kernels.SWITCH, "torch")
-    tolerance = 1e-10 if precision == "float64" else 2e-3
+    tolerance = 1e-10 if precision == "float64" else 1e-4  # some hundred roundings
     assert max(relative(a, b) for a, b in zip(by_hand, run(), strict=True)) < tolerance
