@@ -12,8 +12,8 @@ Its derivative is that of <ż, gz> + <ẇ, gw> + <u̇, gu>, with adjoints ż, �
 ȯ is the tangent of o along them. So ȯ is the adjoint of go, and with b = go v̇ᵀ the others are those of Σ ga ȧ + b a.
 
 Each function gives its intermediate values too (y, s and 1/|z|), and its pull depends on these instead of z: adjoints
-from there meet those of the function itself before they go further back. What has the size of the scores is y, s, p and
-ga; all else is computed once more.
+from there meet those of the function itself before they go further back. Of what is large y, s, p, ga and gz are kept
+between the sweeps; all else is computed once more.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from allforce.models.pool import Pool, threads
 
 @dataclass(frozen=True)
 class Rule:
+    """Which of the equations holds."""
+
     alpha: float
     smooth: bool
     dotr: bool

@@ -26,7 +26,8 @@ def by_component(u, w, i, c):
 
 
 @njit(**inline)
-def add_by_component(c, i, u, w):
+def from_components(c, i, u, w):
+    """The way back."""
     for k in range(c.shape[1]):
         u[i, k, 0], u[i, k, 1], u[i, k, 2], w[i, k] = c[0, k], c[1, k], c[2, k], c[3, k]
 
@@ -127,7 +128,7 @@ def _pull(begin, end, s, w, u, p, ga, rule, a, gs, gw, gu):
                 gW[k] = p[i, j, k] * ga[i, j, k] * d[k] + gt * (s[i, j, k] + SHIFT)
                 gd[k] = p[i, j, k] * ga[i, j, k] * W[k]
             gate_adjoints(c, j, dotr, gW, gd, gc)
-        add_by_component(gc, i, gu, gw)
+        from_components(gc, i, gu, gw)
 
 
 @njit(**options)
@@ -178,7 +179,7 @@ def _push(begin, end, s, w, u, p, ga, s_dot, w_dot, u_dot, b, rule, a, a_dot, gs
                 d_bar[k] = ga[i, j, k] * (q_dot * W[k] + q * W_dot[k]) + b[i, j, k] * q * W[k]
             gate_adjoints(c, j, dotr, W_bar, d_bar, c_bar)
             gate_adjoints(c_dot, j, dotr, gW, gd, c_bar)
-        add_by_component(c_bar, i, u_bar, w_bar)
+        from_components(c_bar, i, u_bar, w_bar)
 
 
 @njit(**options)
