@@ -1,7 +1,8 @@
 """Compiled loops for CPUs (numba) over the edges of atoms: the moments and their derivatives.
 
-Everything is recomputed from the edge vector, which is cheaper than reading it back. Edges are sorted by centre, so
-what is written stays in the cache. They run on torch's threads (pool.py). Arguments: see moments.Compiled.
+Everything is recomputed from the edge vector, which is cheaper than reading it back; only the loops of se_e2_r, whose
+edges have three numbers each, find them once a step. Edges are sorted by centre, so what is written stays in the cache.
+They run on torch's threads (pool.py). Arguments: see moments.Compiled.
 The environment variable ALLFORCE_KERNELS=torch turns them off.
 """
 
@@ -264,110 +265,109 @@ def push(r, j, first, types, center, used, group, grid, weighted, piece, u, A, p
     spread(_push, first.shape[0] - 1, arguments, pool)
 
 
-@njit(**inline)
-def radial_on_grid(i, r, j, first, types, center, used, group, grid, piece, c, b, t):
-    """Of the edges of atom i: place in the interval, x'/(h·distance), distance; interval and group as elsewhere."""
-    begin, end, tau = first[i], first[i + 1], types[i]
-    avg, scale = center[tau, 0], center[tau, 1]
+@njit(**options)
+def _radial_places(begin, end, r, j, first, types, center, used, group, grid, weighted, place, node):
     rs, rc, p, r_close, lo, inv_h, K = grid
-    for n in range(end - begin):
-        e = begin + n
-        d, s, ds, _, _ = radial(r[e, 0], r[e, 1], r[e, 2], rs, rc, p)
-        v = ((s - avg) * scale - lo) * inv_h
-        k = min(max(np.floor(v), 0.0), K - WIDTH)
-        c[7, n], c[0, n], c[1, n] = d, v - k, ds * scale * inv_h / d
-        b[n] = np.int64(k)
-    neighbor_groups(j, begin, end, types, used[tau], group, piece, c, r_close, t)
+    for i in range(begin, end):
+        tau = types[i]
+        avg, scale = center[tau, 0], center[tau, 1] * inv_h
+        for e in range(first[i], first[i + 1]):
+            d, s, ds, _, _ = radial(r[e, 0], r[e, 1], r[e, 2], rs, rc, p)
+            v = (s - avg) * scale - lo * inv_h
+            k = min(max(np.floor(v), 0.0), K - WIDTH)
+            place[0, e], place[1, e] = v - k, ds * scale / d
+            node[e] = np.int64(k) if d >= r_close else -1
+        for e in range(first[i], first[i + 1]):
+            kind = types[j[e]]
+            node[e] = node[e] + group[kind] * K if used[tau, kind] and node[e] >= 0 else -1
 
 
 @njit(**options)
-def _radial_moments(begin, end, r, j, first, types, center, used, group, grid, weighted, piece, sel, A):
+def radial_places(r, j, first, types, center, used, group, grid, weighted, place, node, pool):
+    """Of every edge: place in its interval and x'/(h·distance); first spline, by group and interval, −1: none."""
+    arguments = (r, j, first, types, center, used, group, grid, weighted, place, node)
+    spread(_radial_places, first.shape[0] - 1, arguments, pool)
+
+
+@njit(**options)
+def _radial_moments(begin, end, r, j, first, types, center, used, group, grid, piece, place, node, sel, A):
     value = np.empty(LANES)
-    c, b, t = edge_buffers(first, begin, end)
-    row = np.empty(A.shape[1:])  # of one atom, in float64 and in the cache
     K = grid[6]
+    before, length = piece[0] * K, A.shape[2]
+    row = np.empty(length + LANES)  # of one atom, in float64 and in the cache; room for the lanes that are zero
     for i in range(begin, end):
         row[:] = 0.0
         empty = sel.copy()
-        radial_on_grid(i, r, j, first, types, center, used, group, grid, piece, c, b, t)
-        for n in range(first[i + 1] - first[i]):
-            kind = types[j[first[i] + n]]
+        for e in range(first[i], first[i + 1]):
+            kind = types[j[e]]
             empty[group[kind]] -= 1.0
-            if t[n] >= 0:
-                polynomial(VALUE, c[0, n], value)
-                for m in range(WIDTH):
-                    row[0, t[n] * K + b[n] + m] += value[m]
+            k = node[e] - before
+            if k >= 0 and k < length:
+                polynomial(VALUE, place[0, e], value)
+                for m in range(LANES):
+                    row[k + m] += value[m]
             elif not used[types[i], kind] and piece[0] <= group[kind] < piece[1]:
-                k = splines_at(0.0, grid, value)
-                for m in range(WIDTH):
-                    row[0, (group[kind] - piece[0]) * K + k + m] += value[m]
+                k = splines_at(0.0, grid, value) + (group[kind] - piece[0]) * K
+                for m in range(LANES):
+                    row[k + m] += value[m]
         k = splines_at(-center[types[i], 0] * center[types[i], 1], grid, value)
         for g in range(piece[0], piece[1]):
-            for m in range(WIDTH):
-                row[0, (g - piece[0]) * K + k + m] += max(empty[g], 0.0) * value[m]
-        A[i] = row
+            for m in range(LANES):
+                row[(g - piece[0]) * K + k + m] += max(empty[g], 0.0) * value[m]
+        A[i, 0] = row[:length]
 
 
 @njit(**options)
-def radial_moments(r, j, first, types, center, used, group, grid, weighted, piece, sel, A, pool):
+def radial_moments(r, j, first, types, center, used, group, grid, weighted, piece, place, node, sel, A, pool):
     """A[i, 0, (t − piece[0])·K + k] = Σ B_k(x_e): the number 1 for a row; neighbours of excluded types are at x = 0."""
-    spread(
-        _radial_moments,
-        first.shape[0] - 1,
-        (r, j, first, types, center, used, group, grid, weighted, piece, sel, A),
-        pool,
-    )
+    arguments = (r, j, first, types, center, used, group, grid, piece, place, node, sel, A)
+    spread(_radial_moments, first.shape[0] - 1, arguments, pool)
 
 
 @njit(**options)
-def _radial_pull(begin, end, r, j, first, types, center, used, group, grid, weighted, piece, gA, g):
+def _radial_pull(begin, end, r, first, before, place, node, gA, g):
     slope = np.empty(LANES)
-    c, b, t = edge_buffers(first, begin, end)
-    K = grid[6]
+    length = gA.shape[2]
+    row = np.zeros(length + LANES)
     for i in range(begin, end):
-        radial_on_grid(i, r, j, first, types, center, used, group, grid, piece, c, b, t)
-        for n in range(first[i + 1] - first[i]):
-            if t[n] < 0:
+        row[:length] = gA[i, 0]
+        for e in range(first[i], first[i + 1]):
+            k = node[e] - before
+            if k < 0 or k >= length:
                 continue
-            polynomial(SLOPE, c[0, n], slope)
+            polynomial(SLOPE, place[0, e], slope)
             s = 0.0
-            for m in range(WIDTH):
-                s += slope[m] * gA[i, 0, t[n] * K + b[n] + m]
-            e, s = first[i] + n, s * c[1, n]
+            for m in range(LANES):
+                s += slope[m] * row[k + m]
+            s *= place[1, e]
             g[e, 0], g[e, 1], g[e, 2] = s * r[e, 0], s * r[e, 1], s * r[e, 2]
 
 
 @njit(**options)
-def radial_pull(r, j, first, types, center, used, group, grid, weighted, piece, gA, g, pool):
-    """g_e = ∂E/∂r_e from gA = ∂E/∂A of radial_moments."""
-    spread(
-        _radial_pull, first.shape[0] - 1, (r, j, first, types, center, used, group, grid, weighted, piece, gA, g), pool
-    )
+def radial_pull(r, first, before, place, node, gA, g, pool):
+    """g_e = ∂E/∂r_e from gA = ∂E/∂A of radial_moments; before: splines of the groups before those of A."""
+    spread(_radial_pull, first.shape[0] - 1, (r, first, before, place, node, gA, g), pool)
 
 
 @njit(**options)
-def _radial_push(begin, end, r, j, first, types, center, used, group, grid, weighted, piece, u, A):
+def _radial_push(begin, end, r, first, before, place, node, u, A):
     slope = np.empty(LANES)
-    c, b, t = edge_buffers(first, begin, end)
-    row = np.empty(A.shape[1:])  # of one atom, in float64 and in the cache
-    K = grid[6]
+    length = A.shape[2]
+    row = np.empty(length + LANES)
     for i in range(begin, end):
         row[:] = 0.0
-        radial_on_grid(i, r, j, first, types, center, used, group, grid, piece, c, b, t)
-        for n in range(first[i + 1] - first[i]):
-            if t[n] < 0:
+        for e in range(first[i], first[i + 1]):
+            k = node[e] - before
+            if k < 0 or k >= length:
                 continue
-            polynomial(SLOPE, c[0, n], slope)
-            e = first[i] + n
-            dx = (u[e, 0] * r[e, 0] + u[e, 1] * r[e, 1] + u[e, 2] * r[e, 2]) * c[1, n]
-            for m in range(WIDTH):
-                row[0, t[n] * K + b[n] + m] += slope[m] * dx
-        A[i] = row
+            polynomial(SLOPE, place[0, e], slope)
+            dx = (u[e, 0] * r[e, 0] + u[e, 1] * r[e, 1] + u[e, 2] * r[e, 2]) * place[1, e]
+            for m in range(LANES):
+                row[k + m] += slope[m] * dx
+        A[i, 0] = row[:length]
 
 
 @njit(**options)
-def radial_push(r, j, first, types, center, used, group, grid, weighted, piece, u, A, pool):
+def radial_push(r, first, before, place, node, u, A, pool):
     """The adjoint of radial_pull."""
-    spread(
-        _radial_push, first.shape[0] - 1, (r, j, first, types, center, used, group, grid, weighted, piece, u, A), pool
-    )
+    spread(_radial_push, first.shape[0] - 1, (r, first, before, place, node, u, A), pool)

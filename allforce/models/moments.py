@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,6 +68,13 @@ class Geometry:
         arrays = (x.numpy() for x in (self.r, edges.j, edges.first, edges.type, self.center, self.used, self.group))
         grid = (self.rs, self.rc, self.protection, self.r_close, self.grid.lo, 1.0 / self.grid.h, self.grid.K)
         return *arrays, grid, self.row == "w R"
+
+    @cached_property
+    def places(self) -> tuple:
+        """Where the edges are among the splines, for the compiled loops of row "1": made once, used by all of them."""
+        place, node = np.empty((2, len(self.r))), np.empty(len(self.r), dtype=np.int64)
+        kernels.radial_places(*self.for_loops, place, node, self.pool)
+        return place, node
 
     @property
     def pool(self) -> Pool:
@@ -176,21 +184,31 @@ class Compiled:
     @classmethod
     def moments(cls, g: Geometry, begin: int, end: int) -> Tensor:
         A = g.new_moments(begin, end)
-        kernel = kernels.radial_moments if g.width == 1 else kernels.moments
-        kernel(*cls.arguments(g, begin, end), g.sel.numpy(), A.numpy(), g.pool)
+        kernel, places = (kernels.radial_moments, g.places) if g.width == 1 else (kernels.moments, ())
+        kernel(*cls.arguments(g, begin, end), *places, g.sel.numpy(), A.numpy(), g.pool)
         return A
 
     @classmethod
     def pull(cls, gA: Tensor, g: Geometry, begin: int, end: int, out: Tensor) -> None:
-        kernel = kernels.radial_pull if g.width == 1 else kernels.pull
-        kernel(*cls.arguments(g, begin, end), gA.contiguous().numpy(), out.numpy(), g.pool)
+        arrays = gA.contiguous().numpy(), out.numpy(), g.pool
+        if g.width == 1:
+            kernels.radial_pull(*cls.radial_arguments(g, begin), *arrays)
+        else:
+            kernels.pull(*cls.arguments(g, begin, end), *arrays)
 
     @classmethod
     def push(cls, u: Tensor, g: Geometry, begin: int, end: int) -> Tensor:
         A = g.new_moments(begin, end)
-        kernel = kernels.radial_push if g.width == 1 else kernels.push
-        kernel(*cls.arguments(g, begin, end), u.contiguous().numpy(), A.numpy(), g.pool)
+        arrays = u.contiguous().numpy(), A.numpy(), g.pool
+        if g.width == 1:
+            kernels.radial_push(*cls.radial_arguments(g, begin), *arrays)
+        else:
+            kernels.push(*cls.arguments(g, begin, end), *arrays)
         return A
+
+    @staticmethod
+    def radial_arguments(g: Geometry, begin: int) -> tuple:
+        return g.r.numpy(), g.edges.first.numpy(), begin * g.grid.K, *g.places
 
 
 class Eager:

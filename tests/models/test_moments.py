@@ -9,7 +9,8 @@ from suite import batch_of, structure
 from allforce.data.prepare import Limit, Needs
 from allforce.models import kernels
 from allforce.models.envmat import environment, switch
-from allforce.models.moments import Geometry, TablePull, TableSum
+from allforce.models.moments import Compiled, Geometry, TablePull, TableSum
+from allforce.models.pool import gomp_parallel
 from allforce.models.spline import WIDTH, Grid, polynomials
 
 RS, RC, P, CLOSE = 0.5, 4.0, 0.02, 1.0
@@ -88,3 +89,27 @@ def test_sum_pull_and_their_derivatives(row, group, nets, backend, monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
     for a, b in zip(torch.autograd.grad(T, C, gT), torch.autograd.grad(expected, C, gT), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_radial_loops_do_not_depend_on_threads_or_pieces():
+    """Places of the edges are found once for all loops: a group alone has its own columns, bit for bit."""
+    g = geometry("1", None)
+    generator = torch.Generator().manual_seed(7)
+    gA = torch.randn(len(g.type), 1, 3 * g.grid.K, generator=generator, dtype=torch.float64)
+    u = torch.randn(g.r.shape, generator=generator, dtype=torch.float64)
+
+    def run(pieces: list[tuple[int, int]], pool) -> list[torch.Tensor]:
+        one = geometry("1", None)
+        one.__class__ = type("Pooled", (Geometry,), {"pool": pool})
+        out, K = torch.zeros_like(g.r), g.grid.K
+        for begin, end in pieces:
+            Compiled.pull(gA[:, :, begin * K : end * K], one, begin, end, out)
+        sums = [torch.cat([f(begin, end) for begin, end in pieces], 2) for f in (
+            lambda begin, end: Compiled.moments(one, begin, end), lambda begin, end: Compiled.push(u, one, begin, end)
+        )]  # fmt: skip
+        return [out, *sums]
+
+    alone = run([(0, 3)], (0, 1))
+    assert all(x.abs().max() > 1e-3 for x in alone)
+    for pieces, pool in (([(0, 1), (1, 2), (2, 3)], (0, 1)), ([(0, 3)], (gomp_parallel(), 3))):
+        assert all(torch.equal(a, b) for a, b in zip(alone, run(pieces, pool), strict=True))
