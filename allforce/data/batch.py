@@ -117,6 +117,8 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The batch on a device; copies overlap with compute when the memory is pinned."""
+        if self.coord.device == torch.device(device):
+            return self
         return self._map(lambda t: t.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:

@@ -24,11 +24,11 @@ from allforce.infer.threads import divided, together
 from allforce.infer.workers import ALONE, all_workers, divisible
 from allforce.models import Model
 from allforce.models.model import per_atom
-from allforce.models.table import TableConfig
+from allforce.models.table import InferenceTable
 
 log = logging.getLogger("deepmd.infer")
 
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}  # of embedding tables relative to the nets, values and slopes
+TOLERANCE = {torch.float64: 2e-10, torch.float32: 1e-5}  # of embedding tables relative to the nets, values and slopes
 Result = dict[str, np.ndarray]  # output -> (…) of a frame or (n, …) of its atoms, in the frame's order
 
 
@@ -36,7 +36,7 @@ class Evaluator:
     """Evaluates a model on frames, in batches.
 
     table: evaluate embedding nets through their spline table ("table", fast) or for every neighbour ("exact").
-    The two differ by less than 1e-9 of the nets' range in float64.
+    The two differ by less than 2e-10 of the nets' range in float64.
     parallel: together with all workers that a launcher started, if one did (workers.py). All of them construct it, and
     call it, alike, with the same frames, and have the same results; with False everybody is alone.
     """
@@ -65,7 +65,7 @@ class Evaluator:
         self.needs = self.model.needs
         self.preparation = Preparation(self.needs)
         self.max_atoms = _max_atoms(os.environ.get("DP_INFER_BATCH_SIZE", "1024"))  # of a batch, frames × atoms
-        self.model.prepare(TableConfig(mode=table, tolerance=TOLERANCE[self.model.precision]))  # type: ignore[arg-type]
+        self.model.prepare(InferenceTable(mode=table, tolerance=TOLERANCE[self.model.precision]))  # type: ignore[arg-type]
         if grown := self.model.refresh():
             log.debug(grown)
 

@@ -19,6 +19,7 @@ from allforce.data.sample import Sample
 from allforce.errors import UserError
 from allforce.models.bias import EnergyBias, energy_bias, fit_energy_bias
 from allforce.models.fitting import EnergyFitting
+from allforce.models.frozen_nets import FrozenNets, frozen
 from allforce.models.net_fitting import NetConfig, NetFitting
 from allforce.models.scalar_net import value_and_gradient
 from allforce.models.serial import copy_array, to_numpy
@@ -74,6 +75,7 @@ class EnerFitting(NetFitting, EnergyFitting):
         known = config.vacuum_energies or [None] * ntypes
         self.vacuum = [config.atom_ener == ISOLATED or energy is not None for energy in known]
         self.register_buffer("bias_atom_e", torch.zeros(ntypes, dtype=torch.float64))
+        self.frozen: FrozenNets | None = None
 
     @classmethod
     def complete(cls, config: EnerConfig, before: EnerConfig) -> EnerConfig:
@@ -89,7 +91,8 @@ class EnerFitting(NetFitting, EnergyFitting):
     def with_gradient(self, D: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """e (N,) in float64, and ∂e_i/∂D_i (N, M) in the precision of D."""
         x, counts = self.inputs(D, batch)
-        e, gradient = value_and_gradient(self.nets, counts, x)
+        self.frozen = frozen(self.nets, counts, x, self.frozen)
+        e, gradient = value_and_gradient(self.nets, counts, x) if self.frozen is None else self.frozen(x, counts)
         return self.with_constants(e, x, batch), gradient[:, : self.dim].to(D.dtype)
 
     def with_constants(self, e: Tensor, x: Tensor, batch: Batch) -> Tensor:

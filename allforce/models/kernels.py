@@ -37,7 +37,7 @@ assert np.allclose(VALUE[:, :WIDTH] * 120, TIMES_120, atol=1e-9), (
 )
 
 # Likewise the code of pool.py, which is in every loop: its digest, as tests/unit/test_kernels.py asks for it.
-POOL = "921baa7a"
+POOL = "b11b6179"
 
 options: dict[str, Any] = {"fastmath": True, "cache": True, "error_model": "numpy", "nogil": True}
 inline: dict[str, Any] = {"inline": "always", "fastmath": True, "error_model": "numpy"}
@@ -140,34 +140,41 @@ def splines_at(x, grid, value):
     return k
 
 
+@njit(**inline)
+def moments_of_atom(i, r, j, first, types, center, used, group, grid, weighted, piece, sel, value, c, b, t, row):
+    """row (4, ·) += A of atom i, and the first column of empty slots; value, c, b and t are buffers."""
+    K = grid[6]
+    empty = sel.copy()
+    edges_of_atom(i, r, j, first, types, center, used, group, grid, weighted, piece, c, b, t)
+    for n in range(first[i + 1] - first[i]):
+        empty[group[types[j[first[i] + n]]]] -= 1.0
+        if t[n] < 0:
+            continue
+        x, q = c[10, n] * c[0, n], c[2, n]
+        vx, vy, vz = q * c[4, n], q * c[5, n], q * c[6, n]
+        polynomial(VALUE, c[8, n], value)
+        k = t[n] * K + b[n]
+        for m in range(WIDTH):
+            row[0, k + m] += value[m] * x
+            row[1, k + m] += value[m] * vx
+            row[2, k + m] += value[m] * vy
+            row[3, k + m] += value[m] * vz
+    x = -center[types[i], 0] * center[types[i], 1]
+    k = splines_at(x, grid, value)
+    for g in range(piece[0], piece[1]):
+        for m in range(WIDTH):
+            row[0, (g - piece[0]) * K + k + m] += max(empty[g], 0.0) * value[m] * x
+    return k
+
+
 @njit(**options)
 def _moments(begin, end, r, j, first, types, center, used, group, grid, weighted, piece, sel, A):
     value = np.empty(LANES)
     c, b, t = edge_buffers(first, begin, end)
     row = np.empty(A.shape[1:])  # of one atom, in float64 and in the cache
-    K = grid[6]
     for i in range(begin, end):
         row[:] = 0.0
-        empty = sel.copy()
-        edges_of_atom(i, r, j, first, types, center, used, group, grid, weighted, piece, c, b, t)
-        for n in range(first[i + 1] - first[i]):
-            empty[group[types[j[first[i] + n]]]] -= 1.0
-            if t[n] < 0:
-                continue
-            x, q = c[10, n] * c[0, n], c[2, n]
-            vx, vy, vz = q * c[4, n], q * c[5, n], q * c[6, n]
-            polynomial(VALUE, c[8, n], value)
-            k = t[n] * K + b[n]
-            for m in range(WIDTH):
-                row[0, k + m] += value[m] * x
-                row[1, k + m] += value[m] * vx
-                row[2, k + m] += value[m] * vy
-                row[3, k + m] += value[m] * vz
-        x = -center[types[i], 0] * center[types[i], 1]
-        k = splines_at(x, grid, value)
-        for g in range(piece[0], piece[1]):
-            for m in range(WIDTH):
-                row[0, (g - piece[0]) * K + k + m] += max(empty[g], 0.0) * value[m] * x
+        moments_of_atom(i, r, j, first, types, center, used, group, grid, weighted, piece, sel, value, c, b, t, row)
         A[i] = row
 
 
@@ -178,46 +185,53 @@ def moments(r, j, first, types, center, used, group, grid, weighted, piece, sel,
     spread(_moments, first.shape[0] - 1, arguments, pool)
 
 
+@njit(**inline)
+def pull_of_atom(i, r, j, first, types, center, used, group, grid, weighted, piece, value, slope, c, b, t, gA, at, g):
+    """g_e of the edges of atom i from gA[at:at + 4] = ∂E/∂A_i; value, slope, c, b and t are buffers."""
+    inv_h, K = grid[5], grid[6]
+    edges_of_atom(i, r, j, first, types, center, used, group, grid, weighted, piece, c, b, t)
+    for n in range(first[i + 1] - first[i]):
+        if t[n] < 0:
+            continue
+        x, dx, q, dq = c[0, n], c[1, n], c[2, n], c[3, n]
+        nx, ny, nz, w, dw = c[4, n], c[5, n], c[6, n], c[10, n], c[11, n]
+        polynomial(VALUE, c[8, n], value)
+        polynomial(SLOPE, c[8, n], slope)
+        k = t[n] * K + b[n]
+        v0, vx, vy, vz, s0, sx, sy, sz = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0  # Σ_m value·gA and Σ_m slope·gA
+        for m in range(WIDTH):
+            g0, gx, gy, gz = gA[at, k + m], gA[at + 1, k + m], gA[at + 2, k + m], gA[at + 3, k + m]
+            v0 += value[m] * g0
+            vx += value[m] * gx
+            vy += value[m] * gy
+            vz += value[m] * gz
+            s0 += slope[m] * g0
+            sx += slope[m] * gx
+            sy += slope[m] * gy
+            sz += slope[m] * gz
+        vn = vx * nx + vy * ny + vz * nz
+        sn = sx * nx + sy * ny + sz * nz
+        across = q * c[9, n]
+        along = (v0 * w + (s0 * w * x + sn * q) * inv_h) * dx + v0 * dw * x + vn * (dq - across)
+        e = first[i] + n
+        g[e, 0] = along * nx + across * vx
+        g[e, 1] = along * ny + across * vy
+        g[e, 2] = along * nz + across * vz
+
+
 @njit(**options)
 def _pull(begin, end, r, j, first, types, center, used, group, grid, weighted, piece, gA, g):
-    value = np.empty(LANES)
-    slope = np.empty(LANES)
+    value, slope = np.empty(LANES), np.empty(LANES)
     c, b, t = edge_buffers(first, begin, end)
-    inv_h, K = grid[5], grid[6]
     for i in range(begin, end):
-        edges_of_atom(i, r, j, first, types, center, used, group, grid, weighted, piece, c, b, t)
-        for n in range(first[i + 1] - first[i]):
-            if t[n] < 0:
-                continue
-            x, dx, q, dq = c[0, n], c[1, n], c[2, n], c[3, n]
-            nx, ny, nz, w, dw = c[4, n], c[5, n], c[6, n], c[10, n], c[11, n]
-            polynomial(VALUE, c[8, n], value)
-            polynomial(SLOPE, c[8, n], slope)
-            k = t[n] * K + b[n]
-            v0, vx, vy, vz, s0, sx, sy, sz = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0  # Σ_m value·gA and Σ_m slope·gA
-            for m in range(WIDTH):
-                g0, gx, gy, gz = gA[i, 0, k + m], gA[i, 1, k + m], gA[i, 2, k + m], gA[i, 3, k + m]
-                v0 += value[m] * g0
-                vx += value[m] * gx
-                vy += value[m] * gy
-                vz += value[m] * gz
-                s0 += slope[m] * g0
-                sx += slope[m] * gx
-                sy += slope[m] * gy
-                sz += slope[m] * gz
-            vn = vx * nx + vy * ny + vz * nz
-            sn = sx * nx + sy * ny + sz * nz
-            across = q * c[9, n]
-            along = (v0 * w + (s0 * w * x + sn * q) * inv_h) * dx + v0 * dw * x + vn * (dq - across)
-            e = first[i] + n
-            g[e, 0] = along * nx + across * vx
-            g[e, 1] = along * ny + across * vy
-            g[e, 2] = along * nz + across * vz
+        pull_of_atom(
+            i, r, j, first, types, center, used, group, grid, weighted, piece, value, slope, c, b, t, gA, 4 * i, g
+        )
 
 
 @njit(**options)
 def pull(r, j, first, types, center, used, group, grid, weighted, piece, gA, g, pool):
-    """g_e = ∂E/∂r_e from gA = ∂E/∂A; edges to other types, and those not on the grid, are left as they are."""
+    """g_e = ∂E/∂r_e from gA = ∂E/∂A (N·4, ·); edges to other types, and those not on the grid, are left as they are."""
     arguments = (r, j, first, types, center, used, group, grid, weighted, piece, gA, g)
     spread(_pull, first.shape[0] - 1, arguments, pool)
 

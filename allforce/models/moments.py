@@ -22,14 +22,16 @@ import torch
 from torch import Tensor
 
 from allforce.data.batch import Edges
-from allforce.models import kernels
+from allforce.models import frozen_table, kernels
 from allforce.models.envmat import environment, switch
 from allforce.models.pool import Pool, threads
+from allforce.models.products import lanes, packed, tiles_of, whole_strips
 from allforce.models.spline import WIDTH, Grid
 from allforce.trace import MOMENTS, phase
 
 Row = Literal["R", "w R", "1"]
 MOMENTS_BYTES = 256 << 20  # a larger A is made piece by piece
+ATOMS = 8  # of a tile with a table that is not trained: with more of them fewer columns are empty for all
 
 
 @dataclass
@@ -51,6 +53,7 @@ class Geometry:
     dtype: torch.dtype
     row: Row = "R"  # Y_e
     group: Tensor = None  # type: ignore[assignment]  # (nt,) int64 group of a neighbour type; left out: each its own
+    occupied: np.ndarray | None = None  # of Frozen.sum, for Frozen.pull
 
     def __post_init__(self) -> None:
         if self.group is None:
@@ -123,6 +126,9 @@ class TableSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, C: Tensor, g: Geometry) -> Tensor:
         K, pieces = g.grid.K, g.pieces()
+        if not ctx.needs_input_grad[0] and g.width == 4 and len(pieces) == 1 and kernels.compiled(g.r):
+            with phase(MOMENTS):
+                return Frozen.of(C).sum(g)
         T, A = None, None
         for begin, end in pieces:
             with phase(MOMENTS):
@@ -153,6 +159,9 @@ class TablePull(torch.autograd.Function):
         ctx.geometry = g
         K = g.grid.K
         out = torch.zeros_like(g.r)
+        if g.occupied is not None and not any(ctx.needs_input_grad):
+            with phase(MOMENTS):
+                return Frozen.of(C).pull(gT, g, out)
         for begin, end in g.pieces():
             gA = times(gT, C[:, begin * K : end * K].transpose(1, 2), g)
             with phase(MOMENTS):
@@ -174,6 +183,41 @@ class TablePull(torch.autograd.Function):
         return gT_bar, parts[0] if len(parts) == 1 else torch.cat(parts, 1), None
 
 
+class Frozen:
+    """A table C (tables, m, M) that is not trained, packed for the loops of frozen_table.py."""
+
+    def __init__(self, C: Tensor):
+        tables = C.detach().numpy()
+        self.M = tables.shape[2]
+        self.there = np.stack([packed(c) for c in tables])
+        self.back = np.stack([packed(c.T, wide=1) for c in tables])
+        self.strips = whole_strips(tables.shape[1], tables.dtype) // lanes(tables.dtype)
+
+    @classmethod
+    def of(cls, C: Tensor) -> Frozen:
+        """Made once and kept with C."""
+        if not hasattr(C, "frozen"):
+            C.frozen = cls(C)  # type: ignore[attr-defined]
+        return C.frozen  # type: ignore[attr-defined]
+
+    def tiles(self, g: Geometry) -> np.ndarray:
+        return tiles_of(g.type_counts if len(self.there) > 1 else (len(g.type),), g.pool[1], ATOMS)
+
+    def sum(self, g: Geometry) -> Tensor:
+        """T (N, 4, M)."""
+        T, tiles = torch.empty(len(g.type), 4, self.M, dtype=g.dtype), self.tiles(g)
+        g.occupied = np.zeros((len(tiles), self.strips), dtype=bool)
+        arguments = Compiled.arguments(g, 0, len(g.sel))
+        frozen_table.table_sum(tiles, *arguments, g.sel.numpy(), self.there, T.numpy(), g.occupied, g.pool)
+        return T
+
+    def pull(self, gT: Tensor, g: Geometry, out: Tensor) -> Tensor:
+        """out (E, 3) = ∂E/∂r_e where the edge is on the grid."""
+        rows, arguments = gT.contiguous().flatten(0, 1).numpy(), Compiled.arguments(g, 0, len(g.sel))
+        frozen_table.table_pull(self.tiles(g), *arguments, self.back, rows, g.occupied, out.numpy(), g.pool)
+        return out
+
+
 class Compiled:
     """CPU: one compiled pass over the edges. pull adds to what is in out only where it writes."""
 
@@ -190,11 +234,11 @@ class Compiled:
 
     @classmethod
     def pull(cls, gA: Tensor, g: Geometry, begin: int, end: int, out: Tensor) -> None:
-        arrays = gA.contiguous().numpy(), out.numpy(), g.pool
+        gA = gA.contiguous()
         if g.width == 1:
-            kernels.radial_pull(*cls.radial_arguments(g, begin), *arrays)
+            kernels.radial_pull(*cls.radial_arguments(g, begin), gA.numpy(), out.numpy(), g.pool)
         else:
-            kernels.pull(*cls.arguments(g, begin, end), *arrays)
+            kernels.pull(*cls.arguments(g, begin, end), gA.flatten(0, 1).numpy(), out.numpy(), g.pool)
 
     @classmethod
     def push(cls, u: Tensor, g: Geometry, begin: int, end: int) -> Tensor:

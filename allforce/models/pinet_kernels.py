@@ -14,7 +14,7 @@ from numba import njit
 from allforce.models.kernels import inline, options
 from allforce.models.pool import spread
 
-KERNELS = "ce554430"  # numba takes a loop from its cache while its own file is the same: see POOL in kernels.py
+KERNELS = "b90919f2"  # numba takes a loop from its cache while its own file is the same: see POOL in kernels.py
 
 
 @njit(**options)

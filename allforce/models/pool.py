@@ -95,6 +95,9 @@ def take_chunks(context, module, job_type, description, signature) -> ir.Functio
     last = b.add(first, chunk)
     last = b.select(b.icmp_signed("<", last, count), last, count)
     status, _ = context.call_internal_no_propagate(b, description, signature, [first, last, *arguments])
+    # Else there would be two copies of the loop, compiled in different surroundings and so with different rounding: the
+    # one that is linked would be taken when it has just been compiled, the other when it comes from numba's cache.
+    next(x for x in reversed(body.instructions) if isinstance(x, ir.CallInstr)).attributes.add("alwaysinline")
     with b.if_then(status.is_error):
         b.store(I32(1), failed)
     b.branch(head)

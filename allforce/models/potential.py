@@ -53,6 +53,9 @@ class Potential(Model):
         out = {"energy": e.new_zeros(batch.nframes).index_add(0, batch.frame, e), "atomic energy": e}
         if gradient is not None and "forces" in wanted:
             out["forces"] = AtomsOfEdges.apply(gradient, batch.edges, atoms)
+        if gradient is not None and "virial" in wanted and batch.nframes == 1:
+            out["virial"] = -(gradient.T @ r).reshape(1, 9)
+            wanted = set(wanted) - {"virial"}
         if gradient is not None and not {"virial", "atomic virial"}.isdisjoint(wanted):
             of_edges = -(gradient[:, :, None] * r[:, None, :]).flatten(1)  # (E, 9)
             if "virial" in wanted:

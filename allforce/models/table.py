@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import ceil
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,14 @@ class TableConfig(Section):
     nodes: Int = key(
         64, "Nodes to begin with; more are taken when the tolerance asks for it.", ge=9, le=WIDEST, own=True
     )
+    reach: ClassVar[float] = 0.95  # down to this part of the smallest distance in the training data
+
+
+class InferenceTable(TableConfig):
+    """For a model that is not trained: columns of the table where nobody is cost little (frozen_table.py), and the
+    nets for every neighbour that comes closer than it reaches much."""
+
+    reach = 0.7
 
 
 class SplineTable(nn.Module):

@@ -166,11 +166,12 @@ class TwoBody(Descriptor):
             self.table.set_grid(None)
             return
         self.center = torch.stack([self.davg[:, 0], 1.0 / self.dstd[:, 0], 1.0 / self.dstd[:, 1]], 1)
-        self.r_close = 0.95 * (nearest or NEAREST)
+        self.r_close = (table.reach if self.far_is_cheap else TableConfig.reach) * (nearest or NEAREST)
         s = environment(torch.tensor([[self.r_close, 0.0, 0.0]], dtype=torch.float64), *self.radii())[0, 0]
         self.table.set_grid(Grid(*self.range_of_curves(float(s)), self.nodes or table.nodes))
 
     has_curves: bool = True  # whether the embedding is a curve of one scalar
+    far_is_cheap: ClassVar[bool] = False  # whether a table costs little where there are no neighbours
 
     def range_of_curves(self, s: float) -> tuple[float, float]:
         """From the x of s(rcut) = 0 to that of the nearest neighbours."""
@@ -278,6 +279,7 @@ class Moments(TwoBody):
 
     M1: int
     M2: int
+    far_is_cheap = True
 
     def embedding(self, batch: Batch, r: Tensor) -> Tensor:
         """T (N, 4, M1) of the equation, by the nets or their splines for every edge."""

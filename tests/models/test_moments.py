@@ -113,3 +113,21 @@ def test_radial_loops_do_not_depend_on_threads_or_pieces():
     assert all(x.abs().max() > 1e-3 for x in alone)
     for pieces, pool in (([(0, 1), (1, 2), (2, 3)], (0, 1)), ([(0, 3)], (gomp_parallel(), 3))):
         assert all(torch.equal(a, b) for a, b in zip(alone, run(pieces, pool), strict=True))
+
+
+@pytest.mark.parametrize("nets", [1, 3])
+@pytest.mark.parametrize("group", [None, [0, 0, 0]])
+@pytest.mark.parametrize("row", ["R", "w R"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_table_that_is_not_trained(dtype, row, group, nets):
+    """By tiles of atoms, without the columns where there is nobody."""
+    g = geometry(row, group)
+    g.dtype, g.sel = dtype, 20.0 + g.sel  # with empty slots
+    generator = torch.Generator().manual_seed(5)
+    C = torch.randn(nets, len(g.sel) * g.grid.K, 21, generator=generator, dtype=dtype)
+    trained = C.clone().requires_grad_()
+    T, expected = TableSum.apply(C, g), TableSum.apply(trained, g)
+    assert g.occupied is not None and 0 < g.occupied.mean() < 1
+    close = {"rtol": 0, "atol": 1e-12 if dtype == torch.float64 else 1e-4}
+    torch.testing.assert_close(T, expected, **close)
+    torch.testing.assert_close(TablePull.apply(T, C, g), TablePull.apply(T, trained, g), **close)

@@ -1,6 +1,7 @@
 """Compiled loops: torch's threads, and numba's cache, which knows the file of a loop and not those of its constants."""
 
 import hashlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,15 @@ import numpy as np
 import pytest
 from numba import njit
 
-from allforce.models import atom_kernels, attention_kernels, kernels, pinet_kernels, triple_kernels
+from allforce.models import (
+    atom_kernels,
+    attention_kernels,
+    frozen_nets,
+    frozen_table,
+    kernels,
+    pinet_kernels,
+    triple_kernels,
+)
 from allforce.models.pool import gomp_parallel, spread
 
 
@@ -39,8 +48,31 @@ def digest(name: str) -> str:
 def test_loops_are_compiled_anew_with_the_code_that_they_include():
     """When this fails, write the digest that it shows: the file with the loops is then another one for numba."""
     assert digest("pool") == kernels.POOL
-    including = (atom_kernels, attention_kernels, pinet_kernels, triple_kernels)
+    frozen = frozen_nets, frozen_table
+    including = (atom_kernels, attention_kernels, pinet_kernels, triple_kernels, *frozen)
     assert {module.KERNELS for module in including} == {digest("kernels")}
+    assert {module.PRODUCTS for module in frozen} == {digest("products")}
+
+
+PUSH = """
+import sys
+import numpy as np
+from allforce.models.attention_kernels import norm_push
+rng = np.random.default_rng(1)
+given, results = [rng.normal(size=(40, 12)) for _ in range(3)], [np.empty((40, 12)), np.empty((40, 12)), np.empty(40)]
+norm_push(given[0], rng.random(40), *given[1:], *results, (0, 1))
+sys.stdout.write(b"".join(x.tobytes() for x in results).hex())
+"""
+
+
+def test_a_loop_from_the_cache_gives_the_same_bits_as_one_just_compiled(tmp_path):
+    """Else the first run on a machine would differ from all later ones, and workers from each other."""
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", PUSH]
+    compiled, cached = (
+        subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout for _ in range(2)
+    )
+    assert list(tmp_path.rglob("*.nbc")) and compiled == cached and len(cached) == 2 * 8 * 40 * 25
 
 
 @njit
