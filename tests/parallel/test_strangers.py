@@ -40,7 +40,7 @@ if "OWN_SECRET" in os.environ:
 try:
     comm = join(detect())
 except UserError as error:
-    print(error)
+    print(error, flush=True)
     os._exit(2)
 ones = torch.ones(10)
 comm.all_reduce(ones)
