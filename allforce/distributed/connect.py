@@ -88,9 +88,8 @@ def _torch(world: World, device: torch.device, limit: float) -> Comm:
     records: list[Any] = []
 
     def announce(record: Any) -> Any:
-        records.extend(
-            () if records else mpi.gather(record)
-        )  # all ranks together, so once: who asks again gets the same
+        if not records:  # all ranks together, so once: who asks again gets the same
+            records.extend(mpi.gather(record))
         return records[0]
 
     comm = TorchComm.start(world, device, limit, announce)
