@@ -73,7 +73,10 @@ def pairs_of_few(coord: np.ndarray, box: np.ndarray, rcut: float, along: Sequenc
     size = int(min(n * n / volume * 6.0 * rcut**3, MOST_PAIRS)) + 16 * n  # 4.19 on average, so nearly always enough
     while True:
         i, j, r = np.empty(size, np.int32), np.empty(size, np.int32), np.empty((size, 3))
-        found = try_all_pairs(coord, box, to_fractions, reach, periodic, rcut, i, j, r)
+        if (reach[periodic] < 0.5 - 1e-9).all():
+            found = try_nearest_images(coord, box, to_fractions, rcut, i, j, r)
+        else:
+            found = try_all_pairs(coord, box, to_fractions, reach, periodic, rcut, i, j, r)
         if found <= size:
             return i[:found].copy(), j[:found].copy(), r[:found].copy()  # lists are kept: not more than they need
         size = found
@@ -105,6 +108,32 @@ def try_all_pairs(coord, box, to_fractions, reach, periodic, rcut, i, j, r):
                         if n < len(i):
                             i[n], j[n], r[n, 0], r[n, 1], r[n, 2] = a, b, rx, ry, rz
                         n += 1
+    return n
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def try_nearest_images(coord, box, to_fractions, rcut, i, j, r):
+    """try_all_pairs where rcut is less than half a distance of lattice planes: one image of a pair, the nearest, can be
+    within rcut. Vectors from one atom to all others are computed together, in vector instructions."""
+    n, atoms = 0, len(coord)
+    xs, ys, zs = coord[:, 0].copy(), coord[:, 1].copy(), coord[:, 2].copy()
+    to, rx, ry, rz, square = to_fractions, np.empty(atoms), np.empty(atoms), np.empty(atoms), np.empty(atoms)
+    for a in range(atoms):
+        for b in range(atoms):
+            x, y, z = xs[b] - xs[a], ys[b] - ys[a], zs[b] - zs[a]
+            sx = -np.floor(x * to[0, 0] + y * to[1, 0] + z * to[2, 0] + 0.5)  # 0 along what is not periodic
+            sy = -np.floor(x * to[0, 1] + y * to[1, 1] + z * to[2, 1] + 0.5)
+            sz = -np.floor(x * to[0, 2] + y * to[1, 2] + z * to[2, 2] + 0.5)
+            rx[b] = x + (sx * box[0, 0] + sy * box[1, 0] + sz * box[2, 0])
+            ry[b] = y + (sx * box[0, 1] + sy * box[1, 1] + sz * box[2, 1])
+            rz[b] = z + (sx * box[0, 2] + sy * box[1, 2] + sz * box[2, 2])
+            square[b] = rx[b] * rx[b] + ry[b] * ry[b] + rz[b] * rz[b]
+        square[a] = np.inf
+        for b in range(atoms):
+            if square[b] < rcut * rcut:
+                if n < len(i):
+                    i[n], j[n], r[n, 0], r[n, 1], r[n, 2] = a, b, rx[b], ry[b], rz[b]
+                n += 1
     return n
 
 

@@ -3,8 +3,12 @@
     m ← β m + (1-β) g     X = β m + (1-β) g        Nesterov's momentum of one matrix
     p ← p (1 - rate·weight_decay) - rate·s·U       X = U H, the polar decomposition: U has singular values 1
 
-U = X (XᵀX)^(-1/2). The long side of X is met twice only: in the Gram matrix R = XᵀX (of the short side) and in X times
-R^(-1/2). Between the two an iteration on the short side:
+The singular values of X fall quickly: with nets of 240, less than 50 are above a hundredth of the largest. So the short
+side (n of m × n) is cut to `rank` r orthonormal directions first, which a random matrix Ω (m × r) finds:
+
+    P = orthonormal(Xᵀ Ω)   (n × r)        B = X P   (m × r)        U = B (BᵀB)^(-1/2) Pᵀ
+
+A short side below 2r is left whole (P = 1). The inverse root of the Gram matrix R = BᵀB is made by an iteration:
 
     Z = a + b R + R² (c + d R + e R²)     Q ← Q Z     R ← Z R Z         so that Q R₀ Q → 1
 
@@ -12,7 +16,7 @@ with a … e of step k chosen so that the largest deviation of a singular value 
 which the step before leaves them (`COEFFICIENTS`). A polynomial of this degree needs two products, and gains the most
 for each product. Singular values above FLOOR of the largest end within SPREAD of 1, smaller ones are raised in
 proportion. All of it in float32 whatever the model's precision, for it is a direction: the Gram matrix has rounding
-errors of 1e-7 of its largest eigenvalue, small beside FLOOR².
+errors of 1e-7 of its largest eigenvalue, below FLOOR². Only P is made in float64, see `orthonormal`.
 
 A matrix without gradient (the net of a type that the batch has not) stays where it is, and its momentum with it: U
 knows no size, and would go on at full length.
@@ -23,25 +27,29 @@ With `zero_stage: 1` every worker keeps and updates its share of the matrices, a
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import lru_cache
 from math import comb, prod, sqrt
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from allforce.config.section import Section, key
+from allforce.config.keys import Int
+from allforce.config.section import WIDEST, Section, key
 from allforce.distributed.comm import Comm
 from allforce.optim.optimizer import TYPE_HELP, Optimizer, Parameters
 
 EPSILON = 1e-8  # of Adam
-FLOOR, SPREAD = 0.007, 0.476
-COEFFICIENTS = (  # a third step would be 5 products beside 7: more training steps in the same time gain more
-    (14.27879, -137.60954, 455.7784, -584.51917, 253.97161),
-    (5.36213, -12.31204, 10.76515, -3.73461, 0.44317),
+FLOOR, SPREAD = 0.001, 0.45
+COEFFICIENTS = (
+    (15.076044, -148.072247, 493.18022, -634.18999, 275.990897),
+    (7.156015, -17.471005, 14.678788, -4.776712, 0.526693),
+    (5.241841, -11.956875, 10.488346, -3.659654, 0.43724),
 )
 SMALLEST = 1e-36  # a Gram matrix below counts as zero
 ROUNDING = 1.001  # the bound of the largest eigenvalue is met by a matrix of rank 1: a little above it
-LARGE = 2**26  # operations of a product that uses all threads by itself
+LARGE = 2**22  # operations of a product that uses all threads by itself
+JITTER = 1e-13  # of a Gram matrix of size 1, so that it can be decomposed also without full rank
 
 
 class HybridMuonConfig(Section):
@@ -63,12 +71,21 @@ class HybridMuonConfig(Section):
         "Parameters of three and more dimensions: matrices of the last two (slice), by Adam (2d), or one matrix with "
         "the last dimension as columns (flat).",
     )
+    rank: Int = key(
+        64,
+        "Directions of a matrix that are followed, those with the largest singular values, a multiple of 8; matrices "
+        "with a short side below twice as many are taken whole.",
+        ge=8,
+        le=WIDEST,
+        multiple_of=8,  # of whole registers, so that products do not depend on where a matrix lies in a stack
+        own=True,
+    )
 
 
 class Matrices:
-    """Parameters that are matrices of one shape, and their momentum; `own`, the worker's own, in one stack."""
+    """Parameters that are matrices of one shape, the worker's own, and their momentum, in one stack."""
 
-    def __init__(self, shape: tuple[int, int], names: list[str], parameters: Parameters, scale: float):
+    def __init__(self, shape: tuple[int, int], names: list[str], parameters: Parameters, scale: float, rank: int):
         self.shape, self.names, self.scale = shape, names, scale
         self.tall = shape[0] >= shape[1]
         values, gradients = parameters.split(parameters.flat), parameters.gradient_views
@@ -83,21 +100,31 @@ class Matrices:
         self._values = [values[n].view(-1, *shape) for n in names]
         self._counts = counts
         self._matrices = [matrix for value in self._values for matrix in value]
-        self._in_place = self._values[0].dtype == torch.float32 and 2 * prod(shape) * min(shape) >= LARGE
+        width = kept_side(shape, rank)
+        self._omega = random_matrix(max(shape), width).to(device) if width < min(shape) else None
+        self._basis, self._narrow = self.ahead, self.ahead  # P (k, short, r) and B (k, long, r) of the last step
+        self._in_place = self._values[0].dtype == torch.float32 and 2 * prod(shape) * width >= LARGE
 
     def gram(self, beta: float) -> Tensor:
-        """Take the gradient into the momentum; Gram matrices of its short side, (k, s, s)."""
+        """Take the gradient into the momentum; R (k, r, r)."""
         torch._foreach_copy_(self._places, self._gradients)
         length = torch.linalg.vector_norm(self.ahead.flatten(1), dim=1)  # the fastest look at all entries
         self.used = (length != 0).view(-1, 1, 1).float()  # (k, 1, 1)
         self.momentum.lerp_(self.ahead, (1 - beta) * self.used)
-        X = self.ahead.lerp_(self.momentum, beta)
-        return product(X.mT, X) if self.tall else product(X, X.mT)
+        self.ahead.lerp_(self.momentum, beta)
+        X = self.ahead if self.tall else self.ahead.mT  # (k, long, short)
+        if self._omega is not None:
+            self._basis = orthonormal(product(X.mT, self._omega.expand(len(X), -1, -1)))
+            X = product(X, self._basis)
+        self._narrow = X
+        return product(X.mT, X)
 
     def move(self, root: Tensor, rate: float, weight_decay: float) -> None:
-        """Along U = X R^(-1/2); large matrices of the same precision take the product where they lie."""
-        root, X = root * (self.scale * self.used), self.ahead
-        left, right = (X, root) if self.tall else (root, X)
+        """Along U = B R^(-1/2) Pᵀ; large matrices of the same precision take the product where they lie."""
+        root = root * (self.scale * self.used)
+        left, right = self._narrow, root if self._omega is None else product(root, self._basis.mT)
+        if not self.tall:
+            left, right = right.mT, left.mT
         if self._in_place:
             for value, a, b in zip(self._matrices, left, right, strict=True):
                 value.addmm_(a, b, beta=1 - rate * weight_decay, alpha=-rate)
@@ -121,13 +148,16 @@ class HybridMuon(Optimizer):
         shapes = {name: matrix_shape(v, config.muon_mode) for name, v in values.items()}
         self.matrix_names = [name for name, shape in shapes.items() if shape is not None]
         self.vector_names = [name for name, shape in shapes.items() if shape is None]
-        owner = deal({n: cost(values[n], shapes[n]) for n in self.matrix_names}, comm.size if self.comm and comm else 1)
+        costs = {n: cost(values[n], shapes[n], config.rank) for n in self.matrix_names}
+        owner = deal(costs, comm.size if self.comm and comm else 1)
         rank = comm.rank if self.comm and comm else 0
         equal: dict[tuple[int, int], list[str]] = defaultdict(list)
         for name in self.matrix_names:
             if owner[name] == rank:
                 equal[shapes[name]].append(name)  # type: ignore[index]
-        self.groups = [Matrices(shape, names, parameters, self._scale(*shape)) for shape, names in equal.items()]
+        self.groups = [
+            Matrices(shape, names, parameters, self._scale(*shape), config.rank) for shape, names in equal.items()
+        ]
         self._others = [values[n] for n in self.matrix_names if owner[n] != rank]
         self._others += [values[n] for n in self.vector_names] if rank > 0 else []  # all move them, rank 0 tells
         self._set_vectors(values)
@@ -214,11 +244,18 @@ def matrix_shape(value: Tensor, mode: str) -> tuple[int, int] | None:
     return (prod(sides[:-1]), sides[-1]) if mode == "flat" else (sides[-2], sides[-1])
 
 
-def cost(value: Tensor, shape: tuple[int, int] | None) -> int:
-    """Multiplications of an update: two products with the long side, 5 a step of the iteration without the ends."""
+def kept_side(shape: tuple[int, int], rank: int) -> int:
+    """Directions of the short side that are followed."""
+    return rank if min(shape) >= 2 * rank else min(shape)
+
+
+def cost(value: Tensor, shape: tuple[int, int] | None, rank: int) -> int:
+    """Multiplications of an update: products with the long side, 5 a step of the iteration without the ends."""
     assert shape is not None
     short, long = sorted(shape)
-    return value.numel() // (short * long) * short * short * (2 * long + (5 * len(COEFFICIENTS) - 3) * short)
+    r = kept_side(shape, rank)
+    along = r * r * long + short * r * long * (1 if r == short else 3)
+    return value.numel() // (short * long) * (along + (5 * len(COEFFICIENTS) - 3) * r**3)
 
 
 def deal(costs: dict[str, int], workers: int) -> dict[str, int]:
@@ -241,6 +278,23 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     for x, y, z in zip(a, b, out, strict=True):
         torch.mm(x, y, out=z)
     return out
+
+
+@lru_cache(maxsize=64)
+def random_matrix(long: int, rank: int) -> Tensor:
+    """Ω, the same in every step, on every worker and in every run."""
+    return torch.randn(long, rank, generator=torch.Generator().manual_seed(0))
+
+
+def orthonormal(Y: Tensor) -> Tensor:
+    """P (k, s, r), orthonormal columns that span those of Y: Y L^(-T) with Cholesky's Yᵀ Y = L Lᵀ.
+
+    In float64, because Yᵀ Y squares the condition of Y.
+    """
+    Y = Y.double()
+    Y = Y / torch.linalg.matrix_norm(Y, keepdim=True).clamp_(min=SMALLEST)
+    L = torch.linalg.cholesky_ex(plus_diagonal(product(Y.mT, Y), JITTER)).L
+    return torch.linalg.solve_triangular(L, Y.mT, upper=False).mT.float()
 
 
 def inverse_roots(grams: list[Tensor]) -> list[Tensor]:

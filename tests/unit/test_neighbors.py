@@ -7,7 +7,7 @@ from ase import Atoms
 from ase.build import bulk
 
 from allforce.errors import UserError
-from allforce.neighbors import check_distances, crowding, limit_neighbors, neighbor_counts, neighbor_list
+from allforce.neighbors import check_distances, crowding, limit_neighbors, neighbor_counts, neighbor_list, try_all_pairs
 
 CELLS = {
     "cubic": np.eye(3) * 7.0,
@@ -54,16 +54,31 @@ def test_images_of_atoms_do_not_matter(name):
 
 @pytest.mark.parametrize("periodic", [None, (True, True, False), (False, True, False)])
 @pytest.mark.parametrize("natoms", [1, 30, 150])
-def test_few_atoms_have_the_pairs_of_many(natoms, periodic, monkeypatch):
-    """All pairs tried, and atoms sorted into cells by vesin, also far outside of a cell that leans."""
+@pytest.mark.parametrize("size", [1.0, 2.0])
+def test_few_atoms_have_the_pairs_of_many(natoms, periodic, size, monkeypatch):
+    """All pairs tried (with all images, or with the nearest in a large cell), and atoms sorted into cells by vesin,
+    also far outside of a cell that leans."""
     rng = np.random.default_rng(5)
-    cell = np.array([[7.0, 0.5, -3.0], [2.5, 8.0, 1.0], [-4.0, 3.0, 9.0]])
+    cell = np.array([[7.0, 0.5, -3.0], [2.5, 8.0, 1.0], [-4.0, 3.0, 9.0]]) * size
     coord = rng.random((natoms, 3)) @ cell + (rng.integers(-30, 30, (natoms, 3)) @ cell if periodic is None else 0.0)
     few = table(*neighbor_list(coord, cell, 5.0, periodic=periodic))
     monkeypatch.setattr("allforce.neighbors.FEW", 0)
     many = table(*neighbor_list(coord, cell, 5.0, periodic=periodic))
-    assert len(few) >= (natoms > 1) * natoms and np.array_equal(few[:, :2], many[:, :2])
+    assert len(few) >= (natoms > 1) * natoms / size**3 and np.array_equal(few[:, :2], many[:, :2])
     np.testing.assert_allclose(few, many, atol=2e-6)
+
+
+def test_nearest_images_give_the_bits_of_all_images():
+    rng = np.random.default_rng(7)
+    cell = np.array([[14.0, 0.5, -3.0], [2.5, 16.0, 1.0], [-4.0, 3.0, 18.0]])
+    coord = rng.random((120, 3)) @ cell + rng.integers(-3, 3, (120, 3)) @ cell
+    nearest = neighbor_list(coord, cell, 5.0)
+    along, to = np.ones(3, dtype=bool), np.linalg.pinv(cell)
+    reach = (5.0 + 1e-8) * np.linalg.norm(to, axis=0)
+    assert (reach < 0.5).all()
+    i, j, r = np.empty(20_000, np.int32), np.empty(20_000, np.int32), np.empty((20_000, 3))
+    n = try_all_pairs(coord, cell, to, reach, along, 5.0, i, j, r)
+    assert n > 1000 and all(np.array_equal(a, b[:n]) for a, b in zip(nearest, (i, j, r), strict=True))
 
 
 def test_more_pairs_than_expected():
