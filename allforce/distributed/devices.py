@@ -29,6 +29,11 @@ class Threads:
     inter: int  # operations at a time
     source: str  # the variable that set `intra`, or how it was computed
 
+    @property
+    def given(self) -> bool:
+        """By the user: then it stays."""
+        return self.source in INTRA
+
 
 def setup(world: World) -> tuple[torch.device, Threads]:
     """Choose the device of this rank and set torch's threads. Call it before the first tensor operation."""

@@ -30,6 +30,7 @@ from allforce.files import checkpoint
 from allforce.logs import CollectHandler, log
 from allforce.train.datasets import Given
 from allforce.train.dry_run import dry_run
+from allforce.train.free_cores import FreeCores
 from allforce.train.lock import locked
 from allforce.train.monitor import Monitor
 from allforce.train.recipe import with_recipe
@@ -141,7 +142,10 @@ def run(
         facts = dict(summary_rows(job, world, comm, device, threads)) | {"input": options.input, "version": __version__}
         facts["host"] = socket.gethostname()
         monitor = Monitor(job.input.training, comm, device, facts, timeline_of(timeline, job, comm), job.restarted)
-        job.exit_code = Trainer(job, comm, monitor, collector, options.wall_time).run()
+        cores = None
+        if device.type == "cpu" and world.local_size == 1 and threads.intra > 1 and not threads.given:
+            cores = FreeCores(threads.intra, len(os.sched_getaffinity(0)), log.info)
+        job.exit_code = Trainer(job, comm, monitor, collector, options.wall_time, cores).run()
         job.mesh.close()
     return job
 

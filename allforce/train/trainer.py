@@ -18,6 +18,7 @@ from allforce.logs import CollectHandler, log
 from allforce.trace import BACKWARD, CHECKPOINT, DATA, DISPLAY, FORWARD, OPTIMIZER, VALIDATION, phase
 from allforce.train.build import change_bias
 from allforce.train.display import Display
+from allforce.train.free_cores import FreeCores
 from allforce.train.monitor import Monitor
 from allforce.train.on_nan import Guard
 from allforce.train.start import Job
@@ -38,8 +39,9 @@ class Trainer:
         monitor: Monitor,
         collector: CollectHandler | None = None,
         wall_time: float | None = None,
+        cores: FreeCores | None = None,
     ):
-        self.job, self.comm, self.monitor, self.collector = job, comm, monitor, collector
+        self.job, self.comm, self.monitor, self.collector, self.cores = job, comm, monitor, collector, cores
         self.requests, self.writer = Requests(wall_time), Writer(job.prefix, job.input.training.max_ckpt_keep)
         self.config, self.state, self.loss, self.schedule = job.input.training, job.state, job.loss, job.schedule
         self.model, self.flat, self.mesh = job.state.model, job.state.flat, job.mesh
@@ -135,6 +137,8 @@ class Trainer:
             self.state.update(self.schedule.rate(step), self.config.gradient_max_norm)
         self.monitor.step(self.frames)
         self.display.progress(self.state.step)
+        if self.cores is not None:
+            self.cores.look()
 
     def leave_out(self) -> None:
         """The step is not made: nothing is shown or saved, and the next one has the next micro-batches."""
