@@ -25,13 +25,13 @@ from allforce.data.batch import Edges
 from allforce.models import frozen_table, kernels
 from allforce.models.envmat import environment, switch
 from allforce.models.pool import Pool, threads
-from allforce.models.products import lanes, packed, tiles_of, whole_strips
+from allforce.models.products import tiles_of, whole_strips
 from allforce.models.spline import WIDTH, Grid
 from allforce.trace import MOMENTS, phase
 
 Row = Literal["R", "w R", "1"]
 MOMENTS_BYTES = 256 << 20  # a larger A is made piece by piece
-ATOMS = 8  # of a tile with a table that is not trained: with more of them fewer columns are empty for all
+ATOMS = 8  # that a thread takes together, with a table that is not trained
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Geometry:
     dtype: torch.dtype
     row: Row = "R"  # Y_e
     group: Tensor = None  # type: ignore[assignment]  # (nt,) int64 group of a neighbour type; left out: each its own
-    occupied: np.ndarray | None = None  # of Frozen.sum, for Frozen.pull
+    columns: tuple[np.ndarray, np.ndarray] | None = None  # of Frozen.sum, for Frozen.pull
 
     def __post_init__(self) -> None:
         if self.group is None:
@@ -125,10 +125,10 @@ class TableSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, C: Tensor, g: Geometry) -> Tensor:
-        K, pieces = g.grid.K, g.pieces()
-        if not ctx.needs_input_grad[0] and g.width == 4 and len(pieces) == 1 and kernels.compiled(g.r):
+        if not ctx.needs_input_grad[0] and g.width == 4 and kernels.compiled(g.r):
             with phase(MOMENTS):
                 return Frozen.of(C).sum(g)
+        K, pieces = g.grid.K, g.pieces()
         T, A = None, None
         for begin, end in pieces:
             with phase(MOMENTS):
@@ -159,7 +159,7 @@ class TablePull(torch.autograd.Function):
         ctx.geometry = g
         K = g.grid.K
         out = torch.zeros_like(g.r)
-        if g.occupied is not None and not any(ctx.needs_input_grad):
+        if g.columns is not None and not any(ctx.needs_input_grad):
             with phase(MOMENTS):
                 return Frozen.of(C).pull(gT, g, out)
         for begin, end in g.pieces():
@@ -184,37 +184,36 @@ class TablePull(torch.autograd.Function):
 
 
 class Frozen:
-    """A table C (tables, m, M) that is not trained, packed for the loops of frozen_table.py."""
+    """A table C (tables, m, M) that is not trained, with its rows filled up to whole registers, for frozen_table.py."""
 
     def __init__(self, C: Tensor):
-        tables = C.detach().numpy()
-        self.M = tables.shape[2]
-        self.there = np.stack([packed(c) for c in tables])
-        self.back = np.stack([packed(c.T, wide=1) for c in tables])
-        self.strips = whole_strips(tables.shape[1], tables.dtype) // lanes(tables.dtype)
+        self.M = C.shape[2]
+        self.tables = np.zeros((*C.shape[:2], whole_strips(self.M, C.numpy().dtype)), C.numpy().dtype)
+        self.tables[:, :, : self.M] = C.numpy()
 
     @classmethod
     def of(cls, C: Tensor) -> Frozen:
         """Made once and kept with C."""
         if not hasattr(C, "frozen"):
-            C.frozen = cls(C)  # type: ignore[attr-defined]
+            C.frozen = cls(C.detach())  # type: ignore[attr-defined]
         return C.frozen  # type: ignore[attr-defined]
 
-    def tiles(self, g: Geometry) -> np.ndarray:
-        return tiles_of(g.type_counts if len(self.there) > 1 else (len(g.type),), g.pool[1], ATOMS)
+    def arguments(self, g: Geometry) -> tuple:
+        """What both loops take."""
+        tiles = tiles_of(g.type_counts if len(self.tables) > 1 else (len(g.type),), g.pool[1], ATOMS)
+        return tiles, *Compiled.arguments(g, 0, len(g.sel)), g.sel.numpy(), self.tables
 
     def sum(self, g: Geometry) -> Tensor:
         """T (N, 4, M)."""
-        T, tiles = torch.empty(len(g.type), 4, self.M, dtype=g.dtype), self.tiles(g)
-        g.occupied = np.zeros((len(tiles), self.strips), dtype=bool)
-        arguments = Compiled.arguments(g, 0, len(g.sel))
-        frozen_table.table_sum(tiles, *arguments, g.sel.numpy(), self.there, T.numpy(), g.occupied, g.pool)
+        N, T = len(g.type), torch.empty(len(g.type), 4, self.M, dtype=g.dtype)
+        g.columns = np.empty(WIDTH * (len(g.r) + N * len(g.sel)) + N, dtype=np.int64), np.empty(N, dtype=np.int64)
+        frozen_table.table_sum(*self.arguments(g), T.numpy(), *g.columns, g.pool)
         return T
 
     def pull(self, gT: Tensor, g: Geometry, out: Tensor) -> Tensor:
         """out (E, 3) = ∂E/∂r_e where the edge is on the grid."""
-        rows, arguments = gT.contiguous().flatten(0, 1).numpy(), Compiled.arguments(g, 0, len(g.sel))
-        frozen_table.table_pull(self.tiles(g), *arguments, self.back, rows, g.occupied, out.numpy(), g.pool)
+        assert g.columns is not None
+        frozen_table.table_pull(*self.arguments(g), gT.contiguous().numpy(), *g.columns, out.numpy(), g.pool)
         return out
 
 

@@ -4,6 +4,9 @@
 
 W is packed once: its columns in strips as wide as a vector register, each strip in one piece. A library packs W in
 every call, which for some ten rows takes as long as a third of the product.
+
+Where x is zero but in few columns, the rows of W that these meet are given as a list, and W (m, whole strips) is as it
+is (add_listed and its transpose, times_listed).
 """
 
 from __future__ import annotations
@@ -68,6 +71,81 @@ def highest(tiles, begin, end):
     return most
 
 
+class Registers:
+    """Vector instructions, of numbers as a pointer points to, at the place where a builder writes."""
+
+    def __init__(self, builder, pointer, size: int):
+        self.builder, self.size, self.count = builder, size, VECTOR // size
+        self.number = pointer.type.pointee
+        self.vector = ir.VectorType(self.number, self.count)
+
+    def at(self, pointer, wide: int):
+        """Pointers to so many registers, side by side."""
+        places = [self.builder.gep(pointer, [I64(v * self.count)]) for v in range(wide)]
+        return [self.builder.bitcast(p, self.vector.as_pointer()) for p in places]
+
+    def load(self, pointer):
+        value = self.builder.load(pointer)
+        value.align = self.size
+        return value
+
+    def store(self, value, pointer) -> None:
+        self.builder.store(value, pointer).align = self.size
+
+    def splat(self, value):
+        single = self.builder.insert_element(ir.Constant(self.vector, ir.Undefined), value, I32(0))
+        zeros = ir.Constant(ir.VectorType(I32, self.count), [0] * self.count)
+        return self.builder.shuffle_vector(single, ir.Constant(self.vector, ir.Undefined), zeros)
+
+    def fused(self, a, b, c):
+        """a b + c."""
+        return self.builder.fadd(self.builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
+
+    def total(self, value):
+        """The sum of all numbers in a register."""
+        kind = ir.FunctionType(self.number, [self.number, self.vector])
+        name = f"llvm.vector.reduce.fadd.v{self.count}f{8 * self.size}"
+        reduce = cgutils.get_or_insert_function(self.builder.module, kind, name)
+        return self.builder.call(reduce, [ir.Constant(self.number, -0.0), value], fastmath=("reassoc",))
+
+    def zero(self):
+        return ir.Constant(self.vector, [0.0] * self.count)
+
+
+def loop(builder, count, initial, step):
+    """for k < count: values = step(k, values), which begin as `initial`; what they are at the end."""
+    before = builder.block
+    head, body, end = (builder.append_basic_block(name) for name in ("head", "body", "end"))
+    builder.branch(head)
+    builder.position_at_end(head)
+    k, values = builder.phi(I64), [builder.phi(value.type) for value in initial]
+    builder.cbranch(builder.icmp_signed("<", k, count), body, end)
+    builder.position_at_end(body)
+    grown = [builder.add(k, I64(1)), *step(k, values)]
+    for phi, first, then in zip((k, *values), (I64(0), *initial), grown, strict=True):
+        phi.add_incoming(first, before)
+        phi.add_incoming(then, builder.block)
+    builder.branch(head)
+    builder.position_at_end(end)
+    return values
+
+
+def sum_of_products(registers: Registers, sources, targets, strip, depth, wide: int) -> None:
+    """targets[n][l] += Σ_k sources[n][k] strip(k)[l], k < depth, l < as many as `wide` registers hold: one sum for each
+    row and register. All are pointers; strip(k) gives one."""
+    builder = registers.builder
+    places = [p for row in targets for p in registers.at(row, wide)]
+
+    def step(k, sums):
+        columns = [registers.load(p) for p in registers.at(strip(k), wide)]
+        scales = [registers.splat(registers.load(builder.gep(p, [k]))) for p in sources]
+        return [registers.fused(scales[n // wide], columns[n % wide], total) for n, total in enumerate(sums)]
+
+    sums = loop(builder, depth, [registers.load(p) for p in places], step)
+    for value, pointer in zip(sums, places, strict=True):
+        registers.store(value, pointer)
+
+
 @intrinsic
 def _block(typingctx, x, row, begin, depth, w, w_begin, y, column, registers):
     """y[row + n, column + l] += Σ_k x[row + n, begin + k] w[w_begin + k·width + l], n < ROWS, k < depth, l < width.
@@ -90,54 +168,83 @@ def _block(typingctx, x, row, begin, depth, w, w_begin, y, column, registers):
 
         X, W, Y = (context.make_array(kind)(context, builder, values[n]) for kind, n in ((x, 0), (w, 4), (y, 6)))
         sources, targets = list(rows(X, values[2])), list(rows(Y, values[7]))
-        strip = builder.gep(W.data, [values[5]])
-        sum_of_products(builder, sources, strip, targets, values[3], registers.literal_value, x.dtype.bitwidth // 8)
+        vectors, wide = Registers(builder, W.data, x.dtype.bitwidth // 8), registers.literal_value
+        begin = builder.gep(W.data, [values[5]])
+
+        def strip(k):
+            return builder.gep(begin, [builder.mul(k, I64(wide * vectors.count))])
+
+        sum_of_products(vectors, sources, targets, strip, values[3], wide)
         return context.get_dummy_value()
 
     n = types.intp
     return types.void(x, n, n, n, w, n, y, n, registers), generate
 
 
-def sum_of_products(builder, sources, strip, targets, depth, wide: int, size: int) -> None:
-    """The loop over k < depth, with one sum for each row and each of the `wide` registers of columns. All are pointers
-    to numbers of so many bytes: to the rows of x, to w and to the rows of y."""
-    count = VECTOR // size
-    vector = ir.VectorType(strip.type.pointee, count)
+@intrinsic
+def _listed_block(typingctx, x, rows, count, W, y, column, registers):
+    """y[n, column + l] += Σ_k x[n, k] W[rows[k], column + l], n < 4, k < count, l < the width of so many registers."""
+    if not isinstance(registers, types.IntegerLiteral):
+        return None
 
-    def vectors(pointer):
-        return [builder.bitcast(builder.gep(pointer, [I64(v * count)]), vector.as_pointer()) for v in range(wide)]
+    def generate(context, builder, _, values):
+        X, R, C, Y = (
+            context.make_array(kind)(context, builder, values[n]) for kind, n in ((x, 0), (rows, 1), (W, 3), (y, 4))
+        )
+        most, width = (cgutils.unpack_tuple(builder, array.shape)[1] for array in (X, C))
+        sources = [builder.gep(X.data, [builder.mul(I64(n), most)]) for n in range(4)]
+        targets = [builder.gep(Y.data, [builder.add(builder.mul(I64(n), width), values[5])]) for n in range(4)]
 
-    def load(pointer):
-        value = builder.load(pointer)
-        value.align = size
-        return value
+        def strip(k):
+            row = builder.load(builder.gep(R.data, [k]))
+            return builder.gep(C.data, [builder.add(builder.mul(row, width), values[5])])
 
-    def splat(value):
-        single = builder.insert_element(ir.Constant(vector, ir.Undefined), value, I32(0))
-        zeros = ir.Constant(ir.VectorType(I32, count), [0] * count)
-        return builder.shuffle_vector(single, ir.Constant(vector, ir.Undefined), zeros)
+        vectors = Registers(builder, C.data, x.dtype.bitwidth // 8)
+        sum_of_products(vectors, sources, targets, strip, values[2], registers.literal_value)
+        return context.get_dummy_value()
 
-    def fused(a, b, c):
-        return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
+    n = types.intp
+    return types.void(x, rows, n, W, y, n, registers), generate
 
-    places = [p for row in targets for p in vectors(row)]
-    initial, before = [load(p) for p in places], builder.block
-    head, body, end = (builder.append_basic_block(name) for name in ("head", "body", "end"))
-    builder.branch(head)
-    builder.position_at_end(head)
-    k, sums = builder.phi(I64), [builder.phi(vector) for _ in places]
-    builder.cbranch(builder.icmp_signed("<", k, depth), body, end)
-    builder.position_at_end(body)
-    columns = [load(p) for p in vectors(builder.gep(strip, [builder.mul(k, I64(wide * count))]))]
-    scales = [splat(load(builder.gep(p, [k]))) for p in sources]
-    grown = [fused(scales[n // wide], columns[n % wide], total) for n, total in enumerate(sums)]
-    for phi, first, then in zip((k, *sums), (I64(0), *initial), (builder.add(k, I64(1)), *grown), strict=True):
-        phi.add_incoming(first, before)
-        phi.add_incoming(then, body)
-    builder.branch(head)
-    builder.position_at_end(end)
-    for value, pointer in zip(sums, places, strict=True):
-        builder.store(value, pointer).align = size
+
+@intrinsic
+def times_listed(typingctx, x, rows, count, W, y):
+    """y[n, rows[k]] = Σ_l x[n, l] W[rows[k], l], n < 4, k < count; two rows of W at a time."""
+
+    def generate(context, builder, _, values):
+        X, R, C, Y = (
+            context.make_array(kind)(context, builder, values[n]) for kind, n in ((x, 0), (rows, 1), (W, 3), (y, 4))
+        )
+        width, columns = (cgutils.unpack_tuple(builder, array.shape)[1] for array in (C, Y))
+        vectors = Registers(builder, C.data, x.dtype.bitwidth // 8)
+        last = builder.sub(values[2], I64(1))
+
+        def pair(k, _):
+            first = builder.mul(k, I64(2))
+            second = builder.add(first, I64(1))
+            second = builder.select(builder.icmp_signed("<", second, last), second, last)
+            listed = [builder.load(builder.gep(R.data, [at])) for at in (first, second)]
+
+            def products(register, sums):
+                column = builder.mul(register, I64(vectors.count))
+
+                def part(array, row):
+                    place = builder.gep(array.data, [builder.add(builder.mul(row, width), column)])
+                    return vectors.load(vectors.at(place, 1)[0])
+
+                ws, xs = [part(C, row) for row in listed], [part(X, I64(n)) for n in range(4)]
+                return [vectors.fused(ws[n // 4], xs[n % 4], total) for n, total in enumerate(sums)]
+
+            sums = loop(builder, builder.sdiv(width, I64(vectors.count)), [vectors.zero()] * 8, products)
+            for n, value in enumerate(sums):
+                place = builder.add(builder.mul(I64(n % 4), columns), listed[n // 4])
+                builder.store(vectors.total(value), builder.gep(Y.data, [place]))
+            return []
+
+        loop(builder, builder.sdiv(builder.add(values[2], I64(1)), I64(2)), [], pair)
+        return context.get_dummy_value()
+
+    return types.void(x, rows, types.intp, W, y), generate
 
 
 @njit(error_model="numpy", nogil=True)
@@ -159,3 +266,14 @@ def add_product(x, begin, end, w, m, columns, y):
                 _block(x, row, k, stop - k, w, column * m + k * (WIDE * one), y, column, WIDE)
         for column in range(middle, columns, one):
             add_strip(x, k, stop, w, m, column, y)
+
+
+@njit(error_model="numpy", nogil=True)
+def add_listed(x, rows, count, W, y):
+    """y (4, whole strips) += x[:, :count] W[rows[:count]]."""
+    one = VECTOR // x.itemsize
+    middle = y.shape[1] // (WIDE * one) * (WIDE * one)
+    for column in range(0, middle, WIDE * one):
+        _listed_block(x, rows, count, W, y, column, WIDE)
+    for column in range(middle, y.shape[1], one):
+        _listed_block(x, rows, count, W, y, column, 1)

@@ -283,7 +283,7 @@ class SeAtten(Moments):
     def coefficients(self, center: Tensor, neighbor: Tensor) -> Tensor:
         """C (curves, K, M1): the curves of pairs of types as splines."""
         G = self.nets.curves(self.table.nodes, center, neighbor)  # (K, curves, M1)
-        return (self.table.to_coefficients @ G.flatten(1)).view_as(G).transpose(0, 1)
+        return self.table.to_coefficients(G).transpose(0, 1)
 
     def present(self, batch: Batch) -> tuple[tuple[int, ...], Tensor, Tensor, Tensor]:
         """Of the types that the batch has: atoms of each, place of each type among them, and the pairs they make."""

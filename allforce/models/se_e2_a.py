@@ -63,6 +63,7 @@ class SeE2A(Moments):
 
     Config = SeE2AConfig
     pt_part = ".sea"
+    nodes_are_cheap = True
     nets: EmbeddingNets
 
     sel: Tensor  # (nt,)

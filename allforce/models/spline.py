@@ -66,12 +66,29 @@ class Grid:
         value, slope = on_device(x.dtype, x.device, self.h)
         return b.long(), columns @ value.T, columns @ slope.T
 
+    def solve(self, values: np.ndarray) -> np.ndarray:
+        """C (K, n) of the curves with these values (K, n) at the nodes: M C = values, by elimination within M's band.
+
+        M is totally positive, so that no pivots need be looked for (de Boor and Pinkus 1977).
+        """
+        b, splines, _ = self.weights(torch.from_numpy(self.nodes()))
+        first, end = b.numpy(), b.numpy() + WIDTH
+        M, C = np.zeros((self.K, 3 * WIDTH)), np.array(values, dtype=np.float64)  # M[n, k − n + WIDTH] is that of k
+        M[np.arange(self.K)[:, None], (first - np.arange(self.K))[:, None] + np.arange(WIDTH) + WIDTH] = splines.numpy()
+        for k in range(self.K):
+            for n in range(k + 1, min(k + WIDTH, self.K)):
+                if first[n] <= k:
+                    factor, length = M[n, k - n + WIDTH] / M[k, WIDTH], end[k] - k
+                    M[n, k - n + WIDTH :][:length] -= factor * M[k, WIDTH:][:length]
+                    C[n] -= factor * C[k]
+        for k in reversed(range(self.K)):
+            later = slice(k + 1, end[k])
+            C[k] = (C[k] - M[k, WIDTH + 1 :][: end[k] - k - 1] @ C[later]) / M[k, WIDTH]
+        return C
+
     def collocation_inverse(self) -> np.ndarray:
         """(K, K) M⁻¹ with M_nk = B_k(node n)."""
-        b, value, _ = self.weights(torch.from_numpy(self.nodes()))
-        M = np.zeros((self.K, self.K))
-        M[np.arange(self.K)[:, None], b.numpy()[:, None] + np.arange(WIDTH)] = value.numpy()
-        return np.linalg.inv(M)
+        return self.solve(np.eye(self.K))
 
     def interpolate(self, coefficients: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Value and slope (E, M) at x (E,) from C (K, M)."""

@@ -19,7 +19,7 @@ from allforce.config.keys import Int
 from allforce.config.section import WIDEST, Section, key
 from allforce.models.spline import DEGREE, Grid
 
-MAX_NODES = 4096
+PLACES = 256  # at which the error is looked at together
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-5}
 
 
@@ -36,30 +36,32 @@ class TableConfig(Section):
         64, "Nodes to begin with; more are taken when the tolerance asks for it.", ge=9, le=WIDEST, own=True
     )
     reach: ClassVar[float] = 0.95  # down to this part of the smallest distance in the training data
+    most: ClassVar[int] = 4096  # nodes; if these are too few, the nets are evaluated for every neighbour
 
 
 class InferenceTable(TableConfig):
-    """For a model that is not trained: columns of the table where nobody is cost little (frozen_table.py), and the
+    """For a model that is not trained: nodes of the table where nobody is cost nothing (frozen_table.py), and the
     nets for every neighbour that comes closer than it reaches much."""
 
     reach = 0.7
+    most = 8192
 
 
 class SplineTable(nn.Module):
     """The grid, and the error of the nets on it. `grid` None: the nets are evaluated for every neighbour."""
 
     nodes: Tensor  # (K, 1)
-    to_coefficients: Tensor  # (K, K) M⁻¹
+    inverse: Tensor  # (K, K) M⁻¹, empty until it is needed
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
         self.dtype = dtype
-        self.tolerance = self.default_tolerance
+        self.tolerance, self.most = self.default_tolerance, TableConfig.most
         self.grid: Grid | None = None
         self.decided = False  # whether it has been decided if there is a grid
         self._kept: tuple[nn.Module, list[nn.Parameter], object, Tensor | None] | None = None  # see coefficients
         self.register_buffer("nodes", torch.zeros(0, 1, dtype=dtype), persistent=False)
-        self.register_buffer("to_coefficients", torch.zeros(0, 0, dtype=dtype), persistent=False)
+        self.register_buffer("inverse", torch.zeros(0, 0, dtype=dtype), persistent=False)
 
     @property
     def default_tolerance(self) -> float:
@@ -73,9 +75,15 @@ class SplineTable(nn.Module):
     def set_grid(self, grid: Grid | None) -> None:
         self.grid, self.decided = grid, True
         if grid is not None:
-            nodes, inverse = torch.from_numpy(grid.nodes()[:, None]), torch.from_numpy(grid.collocation_inverse())
-            self.nodes = nodes.to(self.nodes)
-            self.to_coefficients = inverse.to(self.to_coefficients)
+            self.nodes = torch.from_numpy(grid.nodes()[:, None]).to(self.nodes)
+            self.inverse = self.nodes.new_zeros(0, 0)
+
+    def to_coefficients(self, G: Tensor) -> Tensor:
+        """C (K, …) from values G (K, …) at the nodes; differentiable."""
+        if len(self.inverse) != self.K:
+            assert self.grid is not None
+            self.inverse = torch.from_numpy(self.grid.collocation_inverse()).to(self.nodes)
+        return (self.inverse @ G.flatten(1)).view_as(G)
 
     def coefficients(self, nets: nn.Module, arrange: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """C (K, nets, M), or what `arrange` makes of it: the nets as splines, differentiable by their parameters.
@@ -86,17 +94,16 @@ class SplineTable(nn.Module):
             self._kept = nets, list(nets.parameters()), None, None  # a walk through the modules costs more than a look
         _, parameters, state, C = self._kept
         if any(p.requires_grad for p in parameters):
-            return self._coefficients(nets, arrange)
+            C = self.to_coefficients(nets(self.nodes))
+            return C if arrange is None else arrange(C)
         now = self.grid, arrange, [(p.data_ptr(), p._version) for p in parameters]
         if C is None or state != now:
-            C = self._coefficients(nets, arrange)
+            assert self.grid is not None
+            G = nets(self.nodes)
+            C = torch.from_numpy(self.grid.solve(G.flatten(1).cpu().numpy())).to(G).view_as(G)
+            C = C if arrange is None else arrange(C)
             self._kept = nets, parameters, now, C
         return C
-
-    def _coefficients(self, nets: nn.Module, arrange: Callable[[Tensor], Tensor] | None) -> Tensor:
-        G = nets(self.nodes)
-        C = (self.to_coefficients @ G.flatten(1)).view_as(G)
-        return C if arrange is None else arrange(C)
 
     def interpolate(self, C: Tensor, x: Tensor) -> Tensor:
         """Values (P, M) at x (P,) from C (K, M) of one net; differentiable by x and C."""
@@ -113,15 +120,15 @@ class SplineTable(nn.Module):
             return torch.func.functional_call(nets, double, (x[:, None],))
 
         middle = g.lo + g.h * (torch.arange(g.K - DEGREE, dtype=torch.float64, device=device) + 0.5)
-        C = torch.from_numpy(g.collocation_inverse()).to(device) @ curve(
-            torch.from_numpy(g.nodes()).to(device)
-        ).flatten(1)
-        exact = with_slopes(curve, middle)
-        worst = 0.0
-        for near, true in zip(g.interpolate(C, middle), exact, strict=True):  # values, then slopes
-            largest = true.abs().amax((0, 2)).clamp(min=1e-30)  # (nets,)
-            worst = max(worst, float(((near.view_as(true) - true).abs().amax((0, 2)) / largest).max()))
-        return worst
+        G = curve(torch.from_numpy(g.nodes()).to(device))
+        C = torch.from_numpy(g.solve(G.flatten(1).cpu().numpy())).to(device)
+        off, largest = torch.zeros(2, 2, G.shape[1], dtype=torch.float64, device=device)  # of values and slopes, by net
+        for x in middle.split(PLACES):
+            exact = torch.stack(with_slopes(curve, x))
+            near = torch.stack(g.interpolate(C, x)).view_as(exact)
+            off = torch.maximum(off, (near - exact).abs().amax((1, 3)))
+            largest = torch.maximum(largest, exact.abs().amax((1, 3)))
+        return float((off / largest.clamp(min=1e-30)).max())
 
     def nodes_for(self, error: float, K: int) -> int:
         """K that brings an error of K nodes within tolerance: that of slopes goes with h^DEGREE. In steps of a vector
@@ -134,7 +141,7 @@ class SplineTable(nn.Module):
         if self.grid is None or (error := self.error(nets)) <= self.tolerance:
             return None
         old, grid, now = self.grid.K, self.grid, error
-        while now > self.tolerance and (K := self.nodes_for(now, grid.K)) <= MAX_NODES:
+        while now > self.tolerance and (K := self.nodes_for(now, grid.K)) <= self.most:
             grid = Grid(grid.lo, grid.hi, K)
             self.set_grid(grid)
             now = self.error(nets)

@@ -161,6 +161,7 @@ class TwoBody(Descriptor):
     def prepare(self, table: TableConfig, nearest: float | None) -> None:
         """Lay the grid over the range of x; call again when davg or dstd change."""
         self.table.tolerance = table.tolerance or self.table.default_tolerance
+        self.table.most = (table if self.nodes_are_cheap else TableConfig).most
         smooth = self.config.activation_function.lower().partition(":")[0] not in NOT_SMOOTH
         if table.mode == "exact" or not smooth or self.nodes == 0 or not self.has_curves:
             self.table.set_grid(None)
@@ -172,6 +173,7 @@ class TwoBody(Descriptor):
 
     has_curves: bool = True  # whether the embedding is a curve of one scalar
     far_is_cheap: ClassVar[bool] = False  # whether a table costs little where there are no neighbours
+    nodes_are_cheap: ClassVar[bool] = False  # whether one that is not trained costs little with many nodes
 
     def range_of_curves(self, s: float) -> tuple[float, float]:
         """From the x of s(rcut) = 0 to that of the nearest neighbours."""
