@@ -15,7 +15,7 @@ from allforce.models.layers import Net
 from allforce.models.pool import spread, threads
 from allforce.models.products import add_product, highest, packed, tiles_of, whole_strips
 
-KERNELS, PRODUCTS = "b90919f2", "b3c4ab7e"  # digests of other files, see atom_kernels.py
+KERNELS, PRODUCTS = "b90919f2", "d72c9df7"  # digests of other files, see atom_kernels.py
 
 LOG2E = 1.0 / math.log(2.0)
 LN2, LN2_REST = 0.693147180369123816490, 1.90821492927058770002e-10  # their sum is ln 2; k·LN2 is exact

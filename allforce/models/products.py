@@ -37,13 +37,13 @@ def whole_strips(columns: int, dtype: np.dtype) -> int:
     return -(-columns // lanes(dtype)) * lanes(dtype)
 
 
-def packed(W: np.ndarray, wide: int = WIDE) -> np.ndarray:
-    """W (m, columns) as strips (m, ·) one behind the other: of `wide` registers, then of one for what is left."""
+def packed(W: np.ndarray) -> np.ndarray:
+    """W (m, columns) as strips (m, ·) one behind the other: of WIDE registers, then of one for what is left."""
     one, columns = lanes(W.dtype), whole_strips(W.shape[1], W.dtype)
     whole = np.zeros((len(W), columns), W.dtype)
     whole[:, : W.shape[1]] = W
-    middle = W.shape[1] // (wide * one) * (wide * one)
-    cuts = [*range(wide * one, middle + 1, wide * one), *range(middle + one, columns, one)]
+    middle = W.shape[1] // (WIDE * one) * (WIDE * one)
+    cuts = [*range(WIDE * one, middle + 1, WIDE * one), *range(middle + one, columns, one)]
     return np.concatenate([strip.ravel() for strip in np.split(whole, cuts, axis=1)])
 
 
@@ -248,13 +248,6 @@ def times_listed(typingctx, x, rows, count, W, y):
 
 
 @njit(error_model="numpy", nogil=True)
-def add_strip(x, begin, end, w, m, column, y):
-    """y (n, whole strips) += x[:, begin:end] W[begin:end] in the register of columns from `column` on; w: W packed."""
-    for row in range(0, x.shape[0], ROWS):
-        _block(x, row, begin, end - begin, w, column * m + begin * (VECTOR // x.itemsize), y, column, 1)
-
-
-@njit(error_model="numpy", nogil=True)
 def add_product(x, begin, end, w, m, columns, y):
     """y[:, :columns] += x[:, begin:end] W[begin:end] for W (m, columns) packed in w."""
     one = VECTOR // x.itemsize
@@ -265,7 +258,8 @@ def add_product(x, begin, end, w, m, columns, y):
             for row in range(0, x.shape[0], ROWS):
                 _block(x, row, k, stop - k, w, column * m + k * (WIDE * one), y, column, WIDE)
         for column in range(middle, columns, one):
-            add_strip(x, k, stop, w, m, column, y)
+            for row in range(0, x.shape[0], ROWS):
+                _block(x, row, k, stop - k, w, column * m + k * one, y, column, 1)
 
 
 @njit(error_model="numpy", nogil=True)

@@ -7,7 +7,7 @@ from numba import njit
 
 from allforce.models.frozen_nets import FrozenNets, frozen, tanh
 from allforce.models.layers import Net
-from allforce.models.products import add_product, add_strip, lanes, packed, tiles_of, whole_strips
+from allforce.models.products import add_listed, add_product, packed, tiles_of, times_listed, whole_strips
 from allforce.models.scalar_net import value_and_gradient
 
 CLOSE = {torch.float64: 1e-14, torch.float32: 5e-6}
@@ -19,8 +19,13 @@ def product(x, begin, end, w, m, columns, y):
 
 
 @njit
-def strip(x, w, m, column, y):
-    add_strip(x, 0, m, w, m, column, y)
+def listed(x, rows, count, W, y):
+    add_listed(x, rows, count, W, y)
+
+
+@njit
+def listed_back(x, rows, count, W, y):
+    times_listed(x, rows, count, W, y)
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
@@ -36,17 +41,24 @@ def test_products(shape, dtype):
             y[:, :columns], 1 + x[:, begin:end] @ W[begin:end], rtol=0, atol=50 * m * np.finfo(dtype).eps
         )
         np.testing.assert_array_equal(y[:, columns:], 1)
-    one = lanes(x.dtype)
-    for column in range(0, columns, one):
-        y = np.zeros((n, whole_strips(columns, x.dtype)), dtype)
-        strip(x, packed(W, wide=1), m, column, y)
-        np.testing.assert_allclose(
-            y[:, column : min(column + one, columns)],
-            (x @ W)[:, column : column + one],
-            rtol=0,
-            atol=50 * m * np.finfo(dtype).eps,
-        )
-        assert np.count_nonzero(y.any(axis=0)) <= one
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("count", [0, 1, 2, 7, 40])
+@pytest.mark.parametrize("columns", [1, 16, 100])
+def test_products_with_listed_rows(columns, count, dtype):
+    rng = np.random.default_rng(0)
+    W = np.zeros((60, whole_strips(columns, np.dtype(dtype))), dtype)
+    W[:, :columns] = rng.normal(size=(60, columns))
+    rows, x = rng.permutation(60)[:50], rng.normal(size=(4, 50)).astype(dtype)
+    y = np.ones((4, W.shape[1]), dtype)
+    listed(x, rows, count, W, y)
+    close = {"rtol": 0, "atol": 1000 * np.finfo(dtype).eps}
+    np.testing.assert_allclose(y, 1 + x[:, :count] @ W[rows[:count]], **close)
+    back = np.full((4, 60), 7.0, dtype)
+    listed_back(y, rows, count, W, back)
+    np.testing.assert_allclose(back[:, rows[:count]], y @ W[rows[:count]].T, **close)
+    np.testing.assert_array_equal(np.delete(back, rows[:count], axis=1), 7.0)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 16])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from suite import batch_of, structure
@@ -131,3 +132,19 @@ def test_a_table_that_is_not_trained(dtype, row, group, nets):
     close = {"rtol": 0, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-6, "atol": 1e-4}
     torch.testing.assert_close(T, expected, **close)
     torch.testing.assert_close(TablePull.apply(T, C, g), TablePull.apply(T, trained, g), **close)
+
+
+@pytest.mark.parametrize("K", [9, 10, 11, 64, 501])
+def test_elimination_within_the_band(K):
+    """Gives what a solver without any structure gives, and curves that take the values at the nodes."""
+    grid = Grid(-0.4, 12.0, K)
+    values = np.random.default_rng(1).normal(size=(K, 3))
+    inverse = grid.collocation_inverse()
+    first, splines, _ = grid.weights(torch.from_numpy(grid.nodes()))
+    M = np.zeros((K, K))
+    M[np.arange(K)[:, None], first.numpy()[:, None] + np.arange(splines.shape[1])] = splines.numpy()
+    np.testing.assert_allclose(M @ inverse, np.eye(K), rtol=0, atol=1e-12)
+    C = grid.solve(values)
+    np.testing.assert_allclose(C, np.linalg.solve(M, values), rtol=1e-9, atol=1e-9)
+    there = grid.interpolate(torch.from_numpy(C), torch.from_numpy(grid.nodes()))[0]
+    np.testing.assert_allclose(there, values, rtol=0, atol=1e-11)

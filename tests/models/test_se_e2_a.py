@@ -11,6 +11,7 @@ from suite import ALL, CELLS, ModelSuite, batch_of, evaluate, structure
 from allforce.data.batch import Frame
 from allforce.models import kernels, moments
 from allforce.models.standard import StandardModel
+from allforce.models.table import InferenceTable, TableConfig
 
 
 class TestTable(ModelSuite):
@@ -195,6 +196,27 @@ def test_table_grows_when_the_nets_become_rough():
     assert before > table.tolerance >= table.error(nets)
     assert message is not None and "16 nodes" in message and str(table.K) in message
     assert model.refresh() is None
+
+
+@pytest.mark.parametrize("one_side", [True, False])
+def test_steep_nets_in_prediction(one_side, monkeypatch):
+    """As HybridMuon makes them: more nodes than in training, forces as by the nets, also by tensor operations."""
+    potentials = {mode: small_model({"type_one_side": one_side}, mode=mode) for mode in ("table", "exact")}
+    for potential in potentials.values():
+        potential.requires_grad_(False)
+        for net in potential.descriptor.nets:
+            net.layers[0].w *= 20.0
+    model = potentials["table"]
+    model.prepare(InferenceTable(tolerance=2e-10))
+    model.refresh()
+    assert TableConfig.most < model.descriptor.table.K <= InferenceTable.most
+    assert model.descriptor.table.error(model.descriptor.nets) <= 2e-10
+    frame = structure(5)
+    a, b = evaluate(model, frame), evaluate(potentials["exact"], frame)
+    torch.testing.assert_close(a.energy, b.energy, rtol=0, atol=1e-10)
+    torch.testing.assert_close(a.forces, b.forces, rtol=0, atol=1e-9)
+    monkeypatch.setenv(kernels.SWITCH, "torch")
+    torch.testing.assert_close(evaluate(model, frame).forces, a.forces, rtol=0, atol=1e-11)
 
 
 def test_a_net_with_kinks_is_exact():
