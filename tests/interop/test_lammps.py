@@ -65,13 +65,15 @@ def forces(path: Path, atoms: int) -> np.ndarray:
     return np.array([row[1:] for row in rows if len(row) == 4 and row[0].isdigit()], dtype=float).reshape(-1, atoms, 3)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Both have run the script."""
+@pytest.fixture(scope="module", params=["smooth", "steep"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Both have run the script. Steep: embedding nets whose table has some 3,000 nodes, as HybridMuon makes them."""
     folder, case = tmp_path_factory.mktemp("lammps"), CASES["triclinic"]
-    model = potential(case, 3)
-    for net in model.fitting.nets:
-        net.layers[-1].w.data.div_(4.0)  # gentle forces: random ones would throw the atoms onto each other
+    model, steep = potential(case, 3), request.param == "steep"
+    for net in model.fitting.nets:  # gentle forces: random ones would throw the atoms onto each other
+        net.layers[-1].w.data.div_(-20.0 if steep else 4.0)
+    for net in model.descriptor.nets if steep else []:
+        net.layers[0].w.data.mul_(10.0)
     save_model(model, folder / "model.dp")
     (folder / "jobs.json").write_text(json.dumps([{"model": "model.dp", "frozen": "model.pb"}]))
     run([str(PEER), str(HERE / "peer.py"), "jobs.json"], folder)
