@@ -34,6 +34,8 @@ from common import (
     write_result,
 )
 
+from allforce.train.recipe import OPTIMIZER, RATE, with_loss
+
 SCRIPT = """units metal
 atom_style atomic
 read_data {data}
@@ -99,13 +101,11 @@ for _ in range(3):
 
 
 def make_models(data: Path, folder: Path, steps: int, threads: int, theirs: bool) -> None:
-    """model.dp, the same as compressed.pb, single.dp in float32, and structures of 192 and 1,536 atoms."""
-    for name, precision, number in (("model.dp", "float64", steps), ("single.dp", "float32", 60)):
+    """model.dp by the recipe, the same as compressed.pb, single.dp in float32, structures of 192 and 1,536 atoms."""
+    for name, precision in (("model.dp", "float64"), ("single.dp", "float32")):
         work = folder / precision
-        config = water_input(find_systems(data), number, display=number // 3, precision=precision)
-        config["optimizer"] = {"type": "HybridMuon", "adam_beta1": 0.95}  # good enough for a simulation in few steps
-        config["learning_rate"] = {"type": "cosine", "start_lr": 0.01, "stop_lr": 0.0}
-        config["loss"] = {k: v for k, v in config["loss"].items() if not k.endswith("_v")} | {"schedule": "step"}
+        config = water_input(find_systems(data), steps, display=steps // 3, precision=precision)
+        config |= {"learning_rate": dict(RATE), "optimizer": dict(OPTIMIZER), "loss": with_loss(config["loss"])}
         train("ours", config, work, threads)
         spawn([*command("ours"), "freeze", "-o", str(folder / name)], work, environment("ours", threads))
     if theirs:
