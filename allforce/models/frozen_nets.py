@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,12 +13,10 @@ from allforce.models.kernels import compiled, options
 from allforce.models.layers import Net
 from allforce.models.pool import spread, threads
 from allforce.models.products import add_product, highest, packed, tiles_of, whole_strips
+from allforce.models.tanh import tanh
 
-KERNELS, PRODUCTS = "b90919f2", "d72c9df7"  # digests of other files, see atom_kernels.py
+KERNELS, PRODUCTS, TANH = "b90919f2", "d72c9df7", "18012482"  # digests of other files, see atom_kernels.py
 
-LOG2E = 1.0 / math.log(2.0)
-LN2, LN2_REST = 0.693147180369123816490, 1.90821492927058770002e-10  # their sum is ln 2; k·LN2 is exact
-TERMS = np.array([1.0 / math.factorial(n) for n in range(13, 0, -1)])  # of (eʳ − 1)/r for |r| < ½ ln 2
 IN, OUT, COPIES, THERE, BACK, B, IDT = range(7)  # columns of `layout`
 
 
@@ -77,25 +74,6 @@ def frozen(nets: Sequence[Net], counts: Sequence[int], x: Tensor, kept: FrozenNe
     return FrozenNets(nets, [*present.union(kept.types if kept is not None else ())])
 
 
-@njit(error_model="numpy", nogil=True, fastmath={"contract"})
-def tanh(z, columns):
-    """z = tanh(z) in the first columns of z, to two units in the last place, in vector instructions:
-
-    tanh z = (e²ᶻ − 1)/(e²ᶻ + 1),   e²ᶻ = 2ᵏ eʳ,   |r| < ½ ln 2
-    """
-    for n in range(z.shape[0]):
-        for i in range(columns):
-            v = min(max(2.0 * z[n, i], -40.0), 40.0)
-            k = np.floor(v * LOG2E + 0.5)
-            r = (v - k * LN2) - k * LN2_REST
-            p = TERMS[0]
-            for q in range(1, len(TERMS)):
-                p = p * r + TERMS[q]
-            power = np.int64((np.int64(k) + 1023) << 52).view(np.float64)
-            above = power * (p * r) + (power - 1.0)  # e²ᶻ − 1
-            z[n, i] = above / (above + 2.0)
-
-
 @njit(**options)
 def forward(x, weights, layout, a, slope, e):
     """a_l and idt·φ'(z_l) of all hidden layers, and e."""
@@ -109,8 +87,9 @@ def forward(x, weights, layout, a, slope, e):
                 y[i, k] = weights[b + k]
         source = x if n == 0 else a[n - 1, :rows]
         add_product(source, 0, size_in, weights[layout[n, THERE] :], size_in, size_out, y)
-        tanh(y, size_out)
         for i in range(rows):
+            for k in range(size_out):
+                y[i, k] = tanh(y[i, k])
             for k in range(size_out):
                 slope[n, i, k] = (1.0 - y[i, k] * y[i, k]) * weights[idt + k]
                 y[i, k] *= weights[idt + k]

@@ -5,7 +5,7 @@ import pytest
 import torch
 from numba import njit
 
-from allforce.models.frozen_nets import FrozenNets, frozen, tanh
+from allforce.models.frozen_nets import FrozenNets, frozen
 from allforce.models.layers import Net
 from allforce.models.products import add_listed, add_product, packed, tiles_of, times_listed, whole_strips
 from allforce.models.scalar_net import value_and_gradient
@@ -68,16 +68,6 @@ def test_tiles_cover_all_rows(counts, threads):
     kinds = np.repeat(np.arange(len(counts)), counts)
     seen = [row for first, last, kind in tiles for row in range(first, last) if kinds[row] == kind]
     assert seen == list(range(sum(counts))) and ((tiles[:, 1] - tiles[:, 0] <= 64) & (tiles[:, 1] > tiles[:, 0])).all()
-
-
-def test_tanh_is_that_of_the_library():
-    x = np.concatenate([np.linspace(-25, 25, 10001), np.logspace(-300, 0, 1000), [0.0, 1e300, -1e300, np.inf, -np.inf]])
-    z = x[None].copy()
-    tanh(z, len(x))
-    np.testing.assert_allclose(z[0], np.tanh(x), rtol=5e-16, atol=0)
-    z = np.array([[np.nan, 1.0, np.nan]])
-    tanh(z, 2)
-    assert np.isnan(z[0, 0]) and z[0, 1] == np.tanh(1.0) and np.isnan(z[0, 2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

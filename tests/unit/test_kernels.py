@@ -17,9 +17,11 @@ from allforce.models import (
     frozen_table,
     kernels,
     pinet_kernels,
+    tanh,
     triple_kernels,
 )
 from allforce.models.pool import gomp_parallel, spread
+from allforce.models.tanh import tanh_of_all
 
 
 def test_a_change_of_the_splines_cannot_meet_old_loops():
@@ -49,9 +51,27 @@ def test_loops_are_compiled_anew_with_the_code_that_they_include():
     """When this fails, write the digest that it shows: the file with the loops is then another one for numba."""
     assert digest("pool") == kernels.POOL
     frozen = frozen_nets, frozen_table
-    including = (atom_kernels, attention_kernels, pinet_kernels, triple_kernels, *frozen)
+    including = (atom_kernels, attention_kernels, pinet_kernels, tanh, triple_kernels, *frozen)
     assert {module.KERNELS for module in including} == {digest("kernels")}
     assert {module.PRODUCTS for module in frozen} == {digest("products")}
+    assert frozen_nets.TANH == digest("tanh")
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_tanh_is_that_of_the_library(dtype):
+    eps = np.finfo(dtype).eps
+    x = np.concatenate([np.linspace(-25, 25, 100001), np.logspace(-30, 0, 1001), [0.0, 1e38, -1e38, np.inf, -np.inf]])
+    x = x.astype(dtype)
+    z = x.copy()
+    tanh_of_all(z, (gomp_parallel(), 2))
+    np.testing.assert_allclose(z, np.tanh(x.astype(np.longdouble)), rtol=2 * eps, atol=0)
+    for n in range(1, 70):  # the last numbers do not fill a register: not another tanh for them
+        rest = x[50123 : 50123 + n].copy()
+        tanh_of_all(rest, (0, 1))
+        np.testing.assert_array_equal(rest, z[50123 : 50123 + n])
+    z = np.array([np.nan, 1.0, np.nan], dtype)
+    tanh_of_all(z, (0, 1))
+    assert np.isnan(z[[0, 2]]).all() and abs(z[1] - np.tanh(1.0)) < 2 * eps
 
 
 PUSH = """
