@@ -11,27 +11,25 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from allforce.models.dense_kernels import (
+    TILE,
+    packed_for,
+    parts_of,
+    product,
+    put,
+    rows_of,
+    sum_of_parts,
+    sums_over_rows,
+    tanh_adjoint,
+    times_slope,
+    to_tanh,
+    whole,
+)
 from allforce.models.kernels import inline, options
 from allforce.models.pool import spread
 
-KERNELS = "b90919f2"  # numba takes a loop from its cache while its own file is the same: see POOL in kernels.py
-
-
-@njit(**options)
-def tanh_adjoint(y, y_hat, y_dot, y_bar, z_bar):
-    """z̄ = ȳ (1 − y²) − 2 y ŷ ẏ, all in one row."""
-    one, two = y.dtype.type(1), y.dtype.type(2)
-    for n in range(y.shape[0]):
-        t = y[n]
-        z_bar[n] = y_bar[n] * (one - t * t) - two * t * y_hat[n] * y_dot[n]
-
-
-@njit(**options)
-def add_rows(x, total):
-    """total += Σ_n x_n."""
-    for n in range(x.shape[0]):
-        for c in range(x.shape[1]):
-            total[c] += x[n, c]
+KERNELS, DENSE = "b90919f2", "93ed8773"  # digests of other files, see atom_kernels.py
+CLOSE = 4096  # numbers that are worked on at once where the width is any
 
 
 # ---- between atoms and pairs
@@ -46,10 +44,62 @@ def _to_pairs(begin, end, ab, i, j, z):
             z[p, c] = ab[a, c] + ab[b, h + c]
 
 
+@njit(**inline)
+def tile_of_pairs(width):
+    return max(1, CLOSE // width)
+
+
 @njit(**options)
-def to_pairs(ab, i, j, z, pool):
-    """z = a_i + b_j."""
-    spread(_to_pairs, z.shape[0], (ab, i, j, z), pool)
+def _pairs(begin, end, ab, i, j, y):
+    step = tile_of_pairs(y.shape[1])
+    for first in range(begin, end, step):
+        last = min(first + step, end)
+        _to_pairs(first, last, ab, i, j, y)
+        to_tanh(y[first:last])
+
+
+@njit(**options)
+def pairs(ab, i, j, y, pool):
+    """y = tanh(a_i + b_j)."""
+    spread(_pairs, y.shape[0], (ab, i, j, y), pool)
+
+
+@njit(**options)
+def _pairs_tangent(begin, end, ab_dot, i, j, y, y_dot):
+    step = tile_of_pairs(y.shape[1])
+    for first in range(begin, end, step):
+        last = min(first + step, end)
+        _to_pairs(first, last, ab_dot, i, j, y_dot)
+        times_slope(y[first:last], y_dot[first:last])
+
+
+@njit(**options)
+def pairs_tangent(ab_dot, i, j, y, y_dot, pool):
+    """ẏ = (1 − y²) (ȧ_i + ḃ_j)."""
+    spread(_pairs_tangent, y.shape[0], (ab_dot, i, j, y, y_dot), pool)
+
+
+@njit(**options)
+def pairs_back(y, y_hat, i, j, ab_hat):
+    """ẑ = ŷ (1 − y²) goes to a_i and b_j."""
+    step = tile_of_pairs(y.shape[1])
+    z = np.empty((step, y.shape[1]), y.dtype)
+    for first in range(0, y.shape[0], step):
+        last = min(first + step, y.shape[0])
+        put(y_hat[first:last], False, z[: last - first])
+        times_slope(y[first:last], z[: last - first])
+        from_pairs(z[: last - first], i[first:last], j[first:last], ab_hat)
+
+
+@njit(**options)
+def pairs_adjoint(y, y_hat, y_dot, y_bar, i, j, ab_bar):
+    """z̄ = ȳ (1 − y²) − 2 y ŷ ẏ goes to a_i and b_j."""
+    step = tile_of_pairs(y.shape[1])
+    z = np.empty((step, y.shape[1]), y.dtype)
+    for first in range(0, y.shape[0], step):
+        last = min(first + step, y.shape[0])
+        tanh_adjoint(y[first:last], y_hat[first:last], y_dot[first:last], y_bar[first:last], z[: last - first])
+        from_pairs(z[: last - first], i[first:last], j[first:last], ab_bar)
 
 
 @njit(**options)
@@ -161,7 +211,107 @@ def interaction_adjoint(w, z_dot, e, e_dot, I_hat, I_bar, z_hat, z_bar):
                 z_hat[p, b, c] = I_hat[p, c] * eb * (one - t * t)
 
 
+# ---- the same with the layer before: z = x w + b, tile by tile
+
+
+@njit(**options)
+def _interaction_layer(begin, end, x, w, bias, y, e, I):  # noqa: E741
+    z, flat = np.empty_like(bias), y.reshape(y.shape[0], y.shape[1] * y.shape[2])
+    for first in range(begin, end, TILE):
+        last = min(first + TILE, end)
+        product(x[first:last], w, flat.shape[1], bias, z)
+        put(z, False, flat[first:last])
+        to_tanh(flat[first:last])
+        _interaction(first, last, y, e, I)
+
+
+@njit(**options)
+def interaction_layer(x, w, b, y, e, I, pool):  # noqa: E741
+    """y = tanh(x w + b), I_c = Σ_b y_bc e_b."""
+    spread(_interaction_layer, x.shape[0], (x, packed_for(w), rows_of(b, w.shape[1]), y, e, I), pool)
+
+
+@njit(**options)
+def _interaction_layer_back(begin, end, y, e, I_hat, e_hat, w, nothing, add, x_hat):
+    g, z = np.empty_like(nothing), np.empty((TILE, y.shape[1], y.shape[2]), y.dtype)
+    flat = z.reshape(TILE, y.shape[1] * y.shape[2])
+    for first in range(begin, end, TILE):
+        last = min(first + TILE, end)
+        _interaction_back(0, last - first, y[first:last], e[first:last], I_hat[first:last], z, e_hat[first:last])
+        product(flat[: last - first], w, x_hat.shape[1], nothing, g)
+        put(g, add, x_hat[first:last])
+
+
+@njit(**options)
+def interaction_layer_back(y, e, I_hat, e_hat, w, add, x_hat, pool):
+    """ẑ and ê as above, x̂ = ẑ wᵀ, or added to it."""
+    nothing = np.zeros((TILE, whole(w.shape[0], w.itemsize)), w.dtype)
+    spread(_interaction_layer_back, y.shape[0], (y, e, I_hat, e_hat, packed_for(w.T), nothing, add, x_hat), pool)
+
+
+@njit(**options)
+def _interaction_layer_tangent(begin, end, x_dot, w, nothing, y, z_dot, e, e_dot, I_dot):
+    z, flat = np.empty_like(nothing), z_dot.reshape(y.shape[0], y.shape[1] * y.shape[2])
+    for first in range(begin, end, TILE):
+        last = min(first + TILE, end)
+        product(x_dot[first:last], w, flat.shape[1], nothing, z)
+        put(z, False, flat[first:last])
+        tile = y[first:last], z_dot[first:last], e[first:last], e_dot[first:last], I_dot[first:last]
+        interaction_tangent(*tile)
+
+
+@njit(**options)
+def interaction_layer_tangent(x_dot, w, y, z_dot, e, e_dot, I_dot, pool):
+    """ż = ẋ w, İ as above."""
+    nothing = np.zeros((TILE, whole(w.shape[1], w.itemsize)), w.dtype)
+    arguments = x_dot, packed_for(w), nothing, y, z_dot, e, e_dot, I_dot
+    spread(_interaction_layer_tangent, y.shape[0], arguments, pool)
+
+
+@njit(**options)
+def _interaction_layer_adjoint(
+    begin, end, ends, x, x_dot, w, nothing, y, z_dot, e, e_dot, I_hat, I_bar, add, x_bar, w_bar, b_bar
+):
+    g, shape = np.empty_like(nothing), (TILE + 1, y.shape[1], y.shape[2])
+    z_bar, z_hat, width = np.zeros(shape, y.dtype), np.zeros(shape, y.dtype), y.shape[1] * y.shape[2]
+    bars, hats = z_bar.reshape(TILE + 1, width), z_hat.reshape(TILE + 1, width)
+    for part in range(begin, end):
+        for first in range(ends[part], ends[part + 1], TILE):
+            last = min(first + TILE, ends[part + 1])
+            n, tile = last - first, (y[first:last], z_dot[first:last], e[first:last], e_dot[first:last])
+            interaction_adjoint(*tile, I_hat[first:last], I_bar[first:last], z_hat, z_bar)
+            sums_over_rows(x[first:last], x_dot[first:last], bars[:n], hats[:n], w_bar[part], b_bar[part, 0])
+            product(bars[:n], w, x.shape[1], nothing, g)
+            put(g, add, x_bar[first:last])
+
+
+@njit(**options)
+def interaction_layer_adjoint(x, x_dot, w, y, z_dot, e, e_dot, I_hat, I_bar, add, x_bar, w_bar, b_bar, pool):
+    """z̄ and ẑ as above; x̄ = z̄ wᵀ, or added to it, w̄ = xᵀ z̄ + ẋᵀ ẑ, b̄ = Σ z̄."""
+    nothing = np.zeros((TILE, whole(w.shape[0], w.itemsize)), w.dtype)
+    ends, w_bars, b_bars = parts_of(x.shape[0], w)
+    inputs = ends, x, x_dot, packed_for(w.T), nothing, y, z_dot, e, e_dot, I_hat, I_bar
+    spread(_interaction_layer_adjoint, ends.shape[0] - 1, (*inputs, add, x_bar, w_bars, b_bars), pool)
+    sum_of_parts(w_bars, w_bar)
+    sum_of_parts(b_bars, b_bar)
+
+
 # ---- the same where z = a_i + b_j: nothing but w is kept for pairs; ab (N, 2, nb, c)
+
+
+@njit(**options)
+def _direct(begin, end, ab, i, j, w, e, I):  # noqa: E741
+    flat = w.reshape(w.shape[0], w.shape[1] * w.shape[2])
+    step = tile_of_pairs(flat.shape[1])
+    for first in range(begin, end, step):
+        last = min(first + step, end)
+        _pairs(first, last, ab, i, j, flat)
+        _interaction(first, last, w, e, I)
+
+
+@njit(**options)
+def direct(ab, i, j, w, e, I, pool):  # noqa: E741
+    spread(_direct, w.shape[0], (ab, i, j, w, e, I), pool)
 
 
 @njit(**options)

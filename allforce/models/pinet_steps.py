@@ -27,10 +27,9 @@ import torch
 from torch import Tensor
 
 from allforce.data.batch import Edges
+from allforce.models import dense_kernels
 from allforce.models import pinet_kernels as kernels
 from allforce.models.pool import Pool, threads
-
-CHUNK = 2**19  # bytes of z that are worked on at once: they stay in the cache
 
 
 class Quantity:
@@ -46,6 +45,13 @@ class Quantity:
 
     def zeros(self) -> Tensor:
         return torch.zeros_like(self.y)
+
+    def has(self, name: str) -> bool:
+        """Whether something was added to `hat` or `bar`; else there is room now for the first."""
+        if getattr(self, name) is not None:
+            return True
+        setattr(self, name, torch.empty_like(self.y))
+        return False
 
     def add_hat(self, value: Tensor) -> None:
         self.hat = value if self.hat is None else self.hat.add_(value)
@@ -84,6 +90,7 @@ class Tape:
         self.weights: list[Weight] = []
         self.edges, self.natoms, self.like = edges, natoms, like
         self.i, self.j, self.first = edges.i.numpy(), edges.j.numpy(), edges.first.numpy()
+        self.none = like.new_empty(0)
         self.out = self.out_bar = like.new_zeros(natoms, 1)
         self.own = torch.ones_like(self.out) if own is None else own.detach().to(like.dtype)[:, None]
         r = r.detach()
@@ -154,6 +161,11 @@ def pool(x: Tensor) -> Pool:
     return threads(x.numel() // 64)  # a number of a pair takes a 64th of the time that pool.py calls an edge
 
 
+def pool_of(x: Tensor, w: Tensor) -> Pool:
+    """For the product of both: an edge takes as long as some 500 of its terms."""
+    return threads(x.numel() * w.shape[1] // 512)
+
+
 class Step:
     out: Any = None  # a Quantity, of all but the last steps
 
@@ -168,49 +180,27 @@ class Dense(Step):
     def __init__(self, tape: Tape, x: Quantity, w: Weight, b: Weight | None, tanh: bool = True):
         self.x, self.w, self.b, self.tanh = x, w, b, tanh
         self.out = tape.quantity(len(x.y), w.value.shape[1])
-        self.z = torch.empty_like(self.out.both)  # z̄ and ẑ
-        torch.mm(x.y, w.value, out=self.out.y)
-        if b is not None:
-            self.out.y[:, -len(b.value) :] += b.value
-        if tanh:
-            self.out.y.tanh_()
+        self.pool = pool_of(x.y, w.value)
+        bias = tape.none if b is None else b.value
+        dense_kernels.dense(*numpy(x.y, w.value, bias), tanh, self.out.y.numpy(), self.pool)
         tape.steps.append(self)
 
     def back(self) -> None:
-        if self.tanh:
-            torch.ops.aten.tanh_backward.grad_input(self.out.hat, self.out.y, grad_input=self.z[-1])
-        else:
-            self.z[-1].copy_(self.out.hat)
-        self.x.add_hat(self.z[-1] @ self.w.value.T)
+        arrays, add = numpy(self.out.y, self.out.hat, self.w.value), self.x.has("hat")
+        dense_kernels.dense_back(*arrays, self.tanh, add, self.x.hat.numpy(), self.pool)
 
     def tangent(self) -> None:
-        y, dot = self.out.y, self.out.dot
-        torch.mm(self.x.dot, self.w.value, out=dot)
-        if self.tanh:
-            torch.ops.aten.tanh_backward.grad_input(dot, y, grad_input=dot)
+        arrays = numpy(self.x.dot, self.w.value, self.out.y)
+        dense_kernels.dense_tangent(*arrays, self.tanh, self.out.dot.numpy(), self.pool)
 
     def adjoint(self) -> None:
-        out, z_bar = self.out, self.z[0]
-        if self.tanh:
-            tanh_adjoint(out, z_bar)
-        else:
-            z_bar.copy_(out.bar)
+        x, w, out, add = self.x, self.w, self.out, self.x.has("bar")
+        w.bar, b_bar = torch.empty_like(w.value), w.value.new_empty(1, w.value.shape[1])
+        arrays = numpy(x.y, x.dot, w.value, out.y, out.hat, out.dot, out.bar)
+        dense_kernels.dense_adjoint(*arrays, self.tanh, add, *numpy(x.bar, w.bar, b_bar), self.pool)
         if self.b is not None:
-            self.b.bar = sum_of_rows(z_bar)[-len(self.b.value) :]
+            self.b.bar = b_bar[0, -len(self.b.value) :]
         out.bar = None
-        self.w.bar = self.x.both.flatten(0, 1).T @ self.z.flatten(0, 1)
-        self.x.add_bar(z_bar @ self.w.value.T)
-
-
-def sum_of_rows(x: Tensor) -> Tensor:
-    total = x.new_zeros(x.shape[1])
-    kernels.add_rows(x.numpy(), total.numpy())
-    return total
-
-
-def tanh_adjoint(out: Quantity, z_bar: Tensor) -> None:
-    """z̄ of y = tanh(z); it may take the place of ȳ."""
-    kernels.tanh_adjoint(*(x.view(-1).numpy() for x in (out.y, out.hat, out.dot, out.bar, z_bar)))
 
 
 class Pairs(Step):
@@ -220,76 +210,53 @@ class Pairs(Step):
         self.x, self.i, self.j = x, tape.i, tape.j
         self.out = tape.quantity(len(tape.i), x.y.shape[1] // 2)
         self.pool = pool(self.out.y)
-        kernels.to_pairs(x.y.numpy(), self.i, self.j, self.out.y.numpy(), self.pool)
-        self.out.y.tanh_()
+        kernels.pairs(x.y.numpy(), self.i, self.j, self.out.y.numpy(), self.pool)
         tape.steps.append(self)
 
     def back(self) -> None:
-        self.x.add_hat(self._to_atoms(torch.ops.aten.tanh_backward(self.out.hat, self.out.y)))
-
-    def tangent(self) -> None:
-        y, dot = self.out.y, self.out.dot
-        kernels.to_pairs(self.x.dot.numpy(), self.i, self.j, dot.numpy(), self.pool)
-        torch.ops.aten.tanh_backward.grad_input(dot, y, grad_input=dot)
-
-    def adjoint(self) -> None:
-        tanh_adjoint(self.out, self.out.bar)
-        self.x.add_bar(self._to_atoms(self.out.bar))
-        self.out.bar = None
-
-    def _to_atoms(self, z: Tensor) -> Tensor:
-        ab = self.x.zeros()
-        kernels.from_pairs(z.numpy(), self.i, self.j, ab.numpy())
-        return ab
-
-
-class Interaction(Step):
-    """I_c = Σ_b tanh(z_bc) e_b, z = x w + b, for some pairs after the other."""
-
-    def __init__(self, tape: Tape, x: Quantity, w: Weight, b: Weight, n_basis: int):
-        self.tape, self.x, self.w, self.b = tape.weak, x, w, b
-        rows, width = len(x.y), w.value.shape[1]
-        self.out = tape.quantity(rows, width // n_basis)
-        self.tanh = x.y.new_empty(rows, width)
-        self.dot = torch.empty_like(self.tanh) if tape.second else self.tanh
-        step = max(1, CHUNK // (width * self.tanh.element_size()))
-        self.chunks = [slice(k, min(k + step, rows)) for k in range(0, rows, step)]
-        self.buffers = x.y.new_empty(2, min(step, rows), width)
-        self.shape = (-1, n_basis, width // n_basis)
-        for s in self.chunks:
-            y = torch.addmm(self.b.value, x.y[s], self.w.value, out=self.tanh[s]).tanh_()
-            kernels.interaction(*numpy(y.view(self.shape), tape.e[s], self.out.y[s]), pool(y))
-        tape.steps.append(self)
-
-    def back(self) -> None:
-        t, hat = self.tape, torch.empty_like(self.x.y)
-        for s in self.chunks:
-            y, z_hat = self.tanh[s], self.buffers[1, : s.stop - s.start]
-            arrays = (y.view(self.shape), t.e[s], self.out.hat[s], z_hat.view(self.shape), t.e_hat[s])
-            kernels.interaction_back(*numpy(*arrays), pool(y))
-            torch.mm(z_hat, self.w.value.T, out=hat[s])
+        hat = self.x.zeros()
+        kernels.pairs_back(*numpy(self.out.y, self.out.hat), self.i, self.j, hat.numpy())
         self.x.add_hat(hat)
 
     def tangent(self) -> None:
-        t = self.tape
-        for s in self.chunks:
-            dot = torch.mm(self.x.dot[s], self.w.value, out=self.dot[s])
-            arrays = (self.tanh[s].view(self.shape), dot.view(self.shape), t.e[s], t.e_dot[s], self.out.dot[s])
-            kernels.interaction_tangent(*numpy(*arrays))
+        kernels.pairs_tangent(self.x.dot.numpy(), self.i, self.j, *numpy(self.out.y, self.out.dot), self.pool)
 
     def adjoint(self) -> None:
-        t, out, x = self.tape, self.out, self.x
-        self.w.bar, self.b.bar = torch.zeros_like(self.w.value), torch.zeros_like(self.b.value)
-        bar = torch.empty_like(x.y)
-        for s in self.chunks:
-            z_bar, z_hat = self.buffers[:, : s.stop - s.start]
-            y, dot, *z = (q.view(self.shape) for q in (self.tanh[s], self.dot[s], z_hat, z_bar))
-            kernels.interaction_adjoint(*numpy(y, dot, t.e[s], t.e_dot[s], out.hat[s], out.bar[s], *z))
-            kernels.add_rows(*numpy(z_bar, self.b.bar))
-            self.w.bar.addmm_(x.y[s].T, z_bar).addmm_(x.dot[s].T, z_hat)
-            torch.mm(z_bar, self.w.value.T, out=bar[s])
-        x.add_bar(bar)
+        out, bar = self.out, self.x.zeros()
+        kernels.pairs_adjoint(*numpy(out.y, out.hat, out.dot, out.bar), self.i, self.j, bar.numpy())
+        self.x.add_bar(bar)
         out.bar = None
+
+
+class Interaction(Step):
+    """I_c = Σ_b tanh(z_bc) e_b, z = x w + b."""
+
+    def __init__(self, tape: Tape, x: Quantity, w: Weight, b: Weight, n_basis: int):
+        self.tape, self.x, self.w, self.b = tape.weak, x, w, b
+        rows, width = len(x.y), w.value.shape[1] // n_basis
+        self.out = tape.quantity(rows, width)
+        self.tanh = x.y.new_empty(rows, n_basis, width)
+        self.dot = torch.empty_like(self.tanh) if tape.second else self.tanh
+        self.pool = pool_of(x.y, w.value)
+        kernels.interaction_layer(*numpy(x.y, w.value, b.value, self.tanh, tape.e, self.out.y), self.pool)
+        tape.steps.append(self)
+
+    def back(self) -> None:
+        t, add = self.tape, self.x.has("hat")
+        arrays = numpy(self.tanh, t.e, self.out.hat, t.e_hat, self.w.value)
+        kernels.interaction_layer_back(*arrays, add, self.x.hat.numpy(), self.pool)
+
+    def tangent(self) -> None:
+        t = self.tape
+        arrays = numpy(self.x.dot, self.w.value, self.tanh, self.dot, t.e, t.e_dot, self.out.dot)
+        kernels.interaction_layer_tangent(*arrays, self.pool)
+
+    def adjoint(self) -> None:
+        t, x, w, out, add = self.tape, self.x, self.w, self.out, self.x.has("bar")
+        w.bar, b_bar = torch.empty_like(w.value), w.value.new_empty(1, w.value.shape[1])
+        arrays = numpy(x.y, x.dot, w.value, self.tanh, self.dot, t.e, t.e_dot, out.hat, out.bar)
+        kernels.interaction_layer_adjoint(*arrays, add, *numpy(x.bar, w.bar, b_bar), self.pool)
+        self.b.bar, out.bar = b_bar[0], None
 
 
 class Direct(Step):
@@ -297,16 +264,12 @@ class Direct(Step):
 
     def __init__(self, tape: Tape, x: Quantity, n_basis: int):
         self.tape, self.x = tape.weak, x
-        rows, width = len(tape.i), x.y.shape[1] // 2
-        self.out = tape.quantity(rows, width // n_basis)
-        self.shape = (-1, 2, n_basis, width // n_basis)
-        tanh = x.y.new_empty(rows, width)
-        step = max(1, CHUNK // (width * tanh.element_size()))
-        for s in (slice(k, k + step) for k in range(0, rows, step)):
-            z = tanh[s]
-            kernels.to_pairs(x.y.numpy(), tape.i[s], tape.j[s], z.numpy(), pool(z))
-            kernels.interaction(*numpy(z.tanh_().view(-1, *self.shape[2:]), tape.e[s], self.out.y[s]), pool(z))
-        self.tanh = tanh.view(-1, *self.shape[2:])
+        rows, width = len(tape.i), x.y.shape[1] // 2 // n_basis
+        self.out = tape.quantity(rows, width)
+        self.shape = (-1, 2, n_basis, width)
+        self.tanh = x.y.new_empty(rows, n_basis, width)
+        arrays = numpy(self.tanh, tape.e, self.out.y)
+        kernels.direct(x.y.numpy(), tape.i, tape.j, *arrays, pool(self.tanh))
         tape.steps.append(self)
 
     def back(self) -> None:

@@ -39,12 +39,28 @@ def whole_strips(columns: int, dtype: np.dtype) -> int:
 
 def packed(W: np.ndarray) -> np.ndarray:
     """W (m, columns) as strips (m, ·) one behind the other: of WIDE registers, then of one for what is left."""
-    one, columns = lanes(W.dtype), whole_strips(W.shape[1], W.dtype)
-    whole = np.zeros((len(W), columns), W.dtype)
-    whole[:, : W.shape[1]] = W
-    middle = W.shape[1] // (WIDE * one) * (WIDE * one)
-    cuts = [*range(WIDE * one, middle + 1, WIDE * one), *range(middle + one, columns, one)]
-    return np.concatenate([strip.ravel() for strip in np.split(whole, cuts, axis=1)])
+    out = np.empty(len(W) * whole_strips(W.shape[1], W.dtype), W.dtype)
+    pack(W, out)
+    return out
+
+
+@njit(error_model="numpy", nogil=True)
+def pack(W, out):
+    """The same, into `out`."""
+    m, columns = W.shape
+    one = VECTOR // W.itemsize
+    middle = columns // (WIDE * one) * (WIDE * one)
+    column, at = 0, 0
+    while column < columns:
+        width = WIDE * one if column < middle else one
+        there = min(width, columns - column)
+        for k in range(m):
+            for c in range(there):
+                out[at + c] = W[k, column + c]
+            for c in range(there, width):
+                out[at + c] = 0
+            at += width
+        column += width
 
 
 @lru_cache(maxsize=64)
@@ -130,18 +146,19 @@ def loop(builder, count, initial, step):
     return values
 
 
-def sum_of_products(registers: Registers, sources, targets, strip, depth, wide: int) -> None:
-    """targets[n][l] += Σ_k sources[n][k] strip(k)[l], k < depth, l < as many as `wide` registers hold: one sum for each
-    row and register. All are pointers; strip(k) gives one."""
+def sum_of_products(registers: Registers, sources, targets, strip, depth, wide: int, step=I64(1)) -> None:  # noqa: B008
+    """targets[n][l] += Σ_k sources[n][k·step] strip(k)[l], k < depth, l < as many as `wide` registers hold: one sum for
+    each row and register. All are pointers; strip(k) gives one."""
     builder = registers.builder
     places = [p for row in targets for p in registers.at(row, wide)]
 
-    def step(k, sums):
+    def add(k, sums):
         columns = [registers.load(p) for p in registers.at(strip(k), wide)]
-        scales = [registers.splat(registers.load(builder.gep(p, [k]))) for p in sources]
+        place = builder.mul(k, step)
+        scales = [registers.splat(registers.load(builder.gep(p, [place]))) for p in sources]
         return [registers.fused(scales[n // wide], columns[n % wide], total) for n, total in enumerate(sums)]
 
-    sums = loop(builder, depth, [registers.load(p) for p in places], step)
+    sums = loop(builder, depth, [registers.load(p) for p in places], add)
     for value, pointer in zip(sums, places, strict=True):
         registers.store(value, pointer)
 
@@ -179,6 +196,32 @@ def _block(typingctx, x, row, begin, depth, w, w_begin, y, column, registers):
 
     n = types.intp
     return types.void(x, n, n, n, w, n, y, n, registers), generate
+
+
+@intrinsic
+def _block_of_transposed(typingctx, x, row, z, y, column, registers):
+    """y[row + n, column + l] += Σ_k x[k, row + n] z[k, column + l], n < ROWS, all k, l < width, as in _block."""
+    if not isinstance(registers, types.IntegerLiteral):
+        return None
+
+    def generate(context, builder, _, values):
+        X, Z, Y = (context.make_array(kind)(context, builder, values[n]) for kind, n in ((x, 0), (z, 2), (y, 3)))
+        (depth, wide_x), (_, wide_z), (_, wide_y) = (cgutils.unpack_tuple(builder, a.shape) for a in (X, Z, Y))
+        sources, targets, last = [], [], builder.sub(wide_x, I64(1))
+        for n in range(ROWS):
+            at = builder.add(values[1], I64(n))
+            at = builder.select(builder.icmp_signed("<", at, last), at, last)
+            sources.append(builder.gep(X.data, [at]))
+            targets.append(builder.gep(Y.data, [builder.add(builder.mul(at, wide_y), values[4])]))
+
+        def strip(k):
+            return builder.gep(Z.data, [builder.add(builder.mul(k, wide_z), values[4])])
+
+        vectors = Registers(builder, Z.data, x.dtype.bitwidth // 8)
+        sum_of_products(vectors, sources, targets, strip, depth, registers.literal_value, wide_x)
+        return context.get_dummy_value()
+
+    return types.void(x, types.intp, z, y, types.intp, registers), generate
 
 
 @intrinsic
@@ -271,3 +314,20 @@ def add_listed(x, rows, count, W, y):
         _listed_block(x, rows, count, W, y, column, WIDE)
     for column in range(middle, y.shape[1], one):
         _listed_block(x, rows, count, W, y, column, 1)
+
+
+@njit(error_model="numpy", nogil=True)
+def add_transposed_product(x, z, y):
+    """y[:, :columns] += xᵀ z for x (n, rows of y) and z (n, columns).
+
+    y is whole strips wide, and what comes behind z is read up to a whole strip, without effect on these columns.
+    """
+    one = VECTOR // x.itemsize
+    columns = z.shape[1]
+    middle = columns // (WIDE * one) * (WIDE * one)
+    for column in range(0, middle, WIDE * one):
+        for row in range(0, x.shape[1], ROWS):
+            _block_of_transposed(x, row, z, y, column, WIDE)
+    for column in range(middle, columns, one):
+        for row in range(0, x.shape[1], ROWS):
+            _block_of_transposed(x, row, z, y, column, 1)

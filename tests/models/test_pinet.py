@@ -92,10 +92,9 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("some", [False, True])
-def test_steps_by_hand(case, some, monkeypatch):
+def test_steps_by_hand(case, some):
     """Energies, gradient and the derivative of both by every weight, against autograd; also where some centres are
-    another block's, in a batch of two frames, in pieces of a few pairs, and a second time."""
-    monkeypatch.setattr(pinet_steps, "CHUNK", 400)
+    another block's, in a batch of two frames, and a second time."""
     kind, keys = CASES[case]
     model = make(kind, depth=3, **keys)
     batch = batch_of(model, structure(4, 9, 2, CELLS["triclinic"]), structure(5, 6, 2, None))
