@@ -17,7 +17,7 @@ from allforce.models.products import VECTOR, add_product, add_transposed_product
 from allforce.models.tanh import tanh
 
 KERNELS, PRODUCTS, TANH = "b90919f2", "f7303f3b", "18012482"  # digests of other files, see atom_kernels.py
-TILE = 64  # rows
+TILE = 256  # rows
 PARTS = 16  # of the rows, at most, that have a sum of their own
 
 
@@ -49,7 +49,7 @@ def rows_of(b, columns):
 @njit(**options)
 def parts_of(rows, w):
     """Where the parts begin, and the end; zeros for w̄ and b̄ of each."""
-    number = max(1, min(PARTS, rows // TILE))
+    number = max(1, min(PARTS, rows // 64))
     w_bar = np.zeros((number, w.shape[0], whole(w.shape[1], w.itemsize)), w.dtype)
     return np.arange(number + 1) * rows // number, w_bar, np.zeros((number, 1, w.shape[1]), w.dtype)
 
