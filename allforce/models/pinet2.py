@@ -176,4 +176,4 @@ class PiNet2(nn.Module):
             self.out_layers[t].record(tape, p1)
             P1 = self.res_update1[t].record(tape, elements.properties() if P1 is None else P1, p1)
             if self.res_update3 is not None and p3 is not None:
-                P3 = self.res_update3[t].record(tape, p3.y.new_zeros(len(p3.y), 1) if P3 is None else P3, p3)
+                P3 = self.res_update3[t].record(tape, tape.like.new_zeros(len(p3.y), 1) if P3 is None else P3, p3)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
-import torch
-from torch import Tensor
 
 from allforce.models import pinet_kernels as kernels
-from allforce.models.pinet_steps import Quantity, Step, Tape, numpy, pool
+from allforce.models.pinet_steps import Array, Quantity, Step, Tape, pool
 
 
 class Vectors(Step):
@@ -15,98 +15,99 @@ class Vectors(Step):
 
     def __init__(self, tape: Tape, pairs: Quantity, width: int, a: Quantity | None, b: Quantity | None):
         self.tape, self.pairs, self.a, self.b = tape.weak, pairs, a, b
-        self.none = tape.like.new_empty(0, width)
+        self.none = np.empty((0, width), pairs.y.dtype)
         self.out = tape.quantity(3 * tape.natoms, width)
-        self.x, self.pool = (*self._of("y"), *numpy(tape.unit, pairs.y)), pool(pairs.y)
-        kernels.vectors(*self.x, tape.first, tape.j, self.out.y.zero_().numpy(), self.pool)
+        self.x, self.pool = (*self._of("y"), tape.unit, pairs.y), pool(pairs.y)
+        self.out.y.fill(0.0)
+        kernels.vectors(*self.x, tape.first, tape.j, self.out.y, self.pool)
         tape.vectors = True
         tape.steps.append(self)
 
-    def _of(self, name: str) -> list[np.ndarray]:
-        return numpy(*(self.none if q is None else getattr(q, name) for q in (self.a, self.b)))
+    def _of(self, name: str) -> list[Array]:
+        return [self.none if q is None else getattr(q, name) for q in (self.a, self.b)]
 
-    def _make(self, name: str) -> None:
-        """Zeros to add to, where nothing has been added yet."""
-        for q in (self.a, self.b, self.pairs):
-            if q is not None and getattr(q, name) is None:
-                setattr(q, name, q.zeros())
+    def _summed(self, name: str) -> list[Array]:
+        return [self.none if q is None else q.summed(name) for q in (self.a, self.b)]
 
     def back(self) -> None:
-        self._make("hat")
-        t, of_x = self.tape, numpy(self.tape.n_hat, self.pairs.hat)
-        kernels.vectors_back(*self.x, t.i, t.j, self.out.hat.numpy(), *self._of("hat"), *of_x)
+        t, hats = self.tape, self._summed("hat")
+        kernels.vectors_back(*self.x, t.i, t.j, self.out.hat, *hats, t.n_hat, self.pairs.summed("hat"))
 
-    def _dots(self) -> list[np.ndarray]:
-        return [*self._of("dot"), *numpy(self.tape.n_dot, self.pairs.dot)]
+    def _dots(self) -> list[Array]:
+        return [*self._of("dot"), self.tape.n_dot, self.pairs.dot]
 
     def tangent(self) -> None:
         t = self.tape
-        kernels.vectors_tangent(*self.x, t.first, t.j, *self._dots(), self.out.dot.zero_().numpy(), self.pool)
+        self.out.dot.fill(0.0)
+        kernels.vectors_tangent(*self.x, t.first, t.j, *self._dots(), self.out.dot, self.pool)
 
     def adjoint(self) -> None:
-        self._make("bar")
-        t, of_y = self.tape, numpy(self.out.hat, self.out.bar)
-        kernels.vectors_adjoint(*self.x, t.i, t.j, *self._dots(), *of_y, *self._of("bar"), self.pairs.bar.numpy())
-        self.out.bar = None
+        t, out, bars = self.tape, self.out, self._summed("bar")
+        kernels.vectors_adjoint(*self.x, t.i, t.j, *self._dots(), out.hat, out.bar, *bars, self.pairs.summed("bar"))
+        out.bar = None
 
 
 class Product(Step):
-    """y = product(a, b) of atoms, linear in both; its transpose gives the part of ŷ for a, with b given, and for b."""
+    """y = product(a, b) of atoms, linear in both; for_a(ŷ, b) is the part of ŷ for a, for_b(ŷ, a) that for b.
 
-    def __init__(self, tape: Tape, a: Quantity, b: Quantity):
+    Each takes whether to add to its result, and the result.
+    """
+
+    product: Callable
+    for_a: Callable
+    for_b: Callable
+
+    def __init__(self, tape: Tape, a: Quantity, b: Quantity, rows: int):
         self.a, self.b = a, b
-        y = self.product(a.y, b.y)
-        self.out = tape.quantity(*y.shape)
-        self.out.y.copy_(y)
+        self.out = tape.quantity(rows, a.y.shape[1])
+        self.product(a.y, b.y, False, self.out.y)
         tape.steps.append(self)
 
-    def product(self, a: Tensor, b: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def for_a(self, y: Tensor, b: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def for_b(self, y: Tensor, a: Tensor) -> Tensor:
-        raise NotImplementedError
-
     def back(self) -> None:
-        self.a.add_hat(self.for_a(self.out.hat, self.b.y))
-        self.b.add_hat(self.for_b(self.out.hat, self.a.y))
+        self.for_a(self.out.hat, self.b.y, self.a.has("hat"), self.a.hat)
+        self.for_b(self.out.hat, self.a.y, self.b.has("hat"), self.b.hat)
 
     def tangent(self) -> None:
-        torch.add(self.product(self.a.dot, self.b.y), self.product(self.a.y, self.b.dot), out=self.out.dot)
+        self.product(self.a.dot, self.b.y, False, self.out.dot)
+        self.product(self.a.y, self.b.dot, True, self.out.dot)
 
     def adjoint(self) -> None:
         out, a, b = self.out, self.a, self.b
-        self.a.add_bar(self.for_a(out.bar, b.y).add_(self.for_a(out.hat, b.dot)))
-        self.b.add_bar(self.for_b(out.bar, a.y).add_(self.for_b(out.hat, a.dot)))
+        self.for_a(out.bar, b.y, a.has("bar"), a.bar)
+        self.for_a(out.hat, b.dot, True, a.bar)
+        self.for_b(out.bar, a.y, b.has("bar"), b.bar)
+        self.for_b(out.hat, a.dot, True, b.bar)
         out.bar = None
 
 
 class Dot(Product):
     """y_c = Σ_x a_xc b_xc of vectors (3 N, c)."""
 
-    def product(self, a: Tensor, b: Tensor) -> Tensor:
-        return (a * b).view(-1, 3, a.shape[1]).sum(1)
+    def __init__(self, tape: Tape, a: Quantity, b: Quantity):
+        super().__init__(tape, a, b, len(a.y) // 3)
 
-    def for_a(self, y: Tensor, b: Tensor) -> Tensor:
-        return (b.view(-1, 3, b.shape[1]) * y[:, None, :]).view(b.shape)
+    def product(self, a: Array, b: Array, add: bool, y: Array) -> None:
+        kernels.dots(a, b, add, y)
 
-    def for_b(self, y: Tensor, a: Tensor) -> Tensor:
-        return self.for_a(y, a)
+    def for_a(self, y: Array, b: Array, add: bool, a: Array) -> None:
+        kernels.scaled(b, y, add, a)
+
+    for_b = for_a
 
 
 class Scaled(Product):
     """y_xc = a_xc b_c of vectors a (3 N, c) and scalars b (N, c)."""
 
-    def product(self, a: Tensor, b: Tensor) -> Tensor:
-        return (a.view(len(b), 3, b.shape[1]) * b[:, None, :]).view(a.shape)
+    def __init__(self, tape: Tape, a: Quantity, b: Quantity):
+        super().__init__(tape, a, b, len(a.y))
 
-    def for_a(self, y: Tensor, b: Tensor) -> Tensor:
-        return self.product(y, b)
+    def product(self, a: Array, b: Array, add: bool, y: Array) -> None:
+        kernels.scaled(a, b, add, y)
 
-    def for_b(self, y: Tensor, a: Tensor) -> Tensor:
-        return (y * a).view(-1, 3, a.shape[1]).sum(1)
+    for_a = product
+
+    def for_b(self, y: Array, a: Array, add: bool, b: Array) -> None:
+        kernels.dots(y, a, add, b)
 
 
 class Columns(Step):
@@ -119,22 +120,23 @@ class Columns(Step):
         tape.steps.append(self)
 
     def _fill(self, name: str) -> None:
-        getattr(self.out, name).copy_(torch.cat([getattr(q, name) for q in self.parts], 1)[:, self.span])
+        getattr(self.out, name)[...] = np.concatenate([getattr(q, name) for q in self.parts], 1)[:, self.span]
 
-    def _split(self, value: Tensor) -> list[Tensor]:
-        widths = [q.y.shape[1] for q in self.parts]
-        whole = value.new_zeros(len(value), sum(widths))
-        whole[:, self.span] = value
-        return [part.contiguous() for part in whole.split(widths, 1)]
+    def _split(self, name: str) -> None:
+        value, begin = getattr(self.out, name), 0
+        for q in self.parts:
+            end = begin + q.y.shape[1]
+            first, last = max(begin, self.span.start), min(end, self.span.stop)
+            target = q.summed(name)[:, first - begin : last - begin]
+            target += value[:, first - self.span.start : last - self.span.start]
+            begin = end
 
     def back(self) -> None:
-        for q, part in zip(self.parts, self._split(self.out.hat), strict=True):
-            q.add_hat(part)
+        self._split("hat")
 
     def tangent(self) -> None:
         self._fill("dot")
 
     def adjoint(self) -> None:
-        for q, part in zip(self.parts, self._split(self.out.bar), strict=True):
-            q.add_bar(part)
+        self._split("bar")
         self.out.bar = None

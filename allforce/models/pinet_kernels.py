@@ -117,6 +117,8 @@ def from_pairs(z, i, j, ab):
 @njit(**options)
 def _sum_of_pairs(begin, end, x, first, y):
     for a in range(begin, end):
+        for c in range(x.shape[1]):
+            y[a, c] = 0
         for p in range(first[a], first[a + 1]):
             for c in range(x.shape[1]):
                 y[a, c] += x[p, c]
@@ -124,22 +126,91 @@ def _sum_of_pairs(begin, end, x, first, y):
 
 @njit(**options)
 def sum_of_pairs(x, first, y, pool):
-    """y_i += x."""
+    """y_i = Σ x."""
     spread(_sum_of_pairs, first.shape[0] - 1, (x, first, y), pool)
 
 
 @njit(**options)
-def _add_to_pairs(begin, end, y, i, x):
+def _spread_to_pairs(begin, end, y, i, add, x):
     for p in range(begin, end):
         a = i[p]
-        for c in range(x.shape[1]):
-            x[p, c] += y[a, c]
+        if add:
+            for c in range(x.shape[1]):
+                x[p, c] += y[a, c]
+        else:
+            for c in range(x.shape[1]):
+                x[p, c] = y[a, c]
 
 
 @njit(**options)
-def add_to_pairs(y, i, x, pool):
-    """x += y_i."""
-    spread(_add_to_pairs, x.shape[0], (y, i, x), pool)
+def spread_to_pairs(y, i, add, x, pool):
+    """x = y_i, or added to it."""
+    spread(_spread_to_pairs, x.shape[0], (y, i, add, x), pool)
+
+
+# ---- of atoms
+
+
+@njit(**options)
+def add_to(x, add, y):
+    """y = x, or y += x."""
+    put(x, add, y)
+
+
+@njit(**options)
+def out(x, u, constant, y):
+    """y_i += Σ_c x_ic u_c + constant."""
+    for n in range(x.shape[0]):
+        total = x.dtype.type(constant)
+        for c in range(u.shape[0]):
+            total += x[n, c] * u[c]
+        y[n] += total
+
+
+@njit(**options)
+def out_adjoint(x, y_bar, x_dot, own, u_bar):
+    """ū_c = Σ_i x_ic ȳ_i + ẋ_ic own_i."""
+    u_bar[:] = 0
+    for n in range(x.shape[0]):
+        for c in range(u_bar.shape[0]):
+            u_bar[c] += x[n, c] * y_bar[n] + x_dot[n, c] * own[n]
+
+
+@njit(**options)
+def add_outer(y, u, add, x):
+    """x_ic = y_i u_c, or added to it."""
+    for n in range(x.shape[0]):
+        if add:
+            for c in range(u.shape[0]):
+                x[n, c] += y[n] * u[c]
+        else:
+            for c in range(u.shape[0]):
+                x[n, c] = y[n] * u[c]
+
+
+@njit(**options)
+def dots(a, b, add, y):
+    """y_ic = Σ_k a_ikc b_ikc of vectors (3 N, c), or added to it."""
+    for n in range(y.shape[0]):
+        if not add:
+            for c in range(y.shape[1]):
+                y[n, c] = 0
+        for k in range(3 * n, 3 * n + 3):
+            for c in range(y.shape[1]):
+                y[n, c] += a[k, c] * b[k, c]
+
+
+@njit(**options)
+def scaled(a, s, add, y):
+    """y_ikc = a_ikc s_ic of vectors (3 N, c) and scalars, or added to it."""
+    for n in range(s.shape[0]):
+        for k in range(3 * n, 3 * n + 3):
+            if add:
+                for c in range(s.shape[1]):
+                    y[k, c] += a[k, c] * s[n, c]
+            else:
+                for c in range(s.shape[1]):
+                    y[k, c] = a[k, c] * s[n, c]
 
 
 # ---- I_c = Σ_b w_bc e_b

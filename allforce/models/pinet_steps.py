@@ -14,6 +14,8 @@ For a dense layer y = tanh(z), z = x w + b, with s = 1 − y²:
 
 six products with each w, as in scalar_net.py. Nothing is differentiated by r twice: no loss needs it. What does not
 depend on r (w of pairs of elements, the linear output nets as one vector) is made by autograd before.
+
+The steps are compiled loops, so quantities and weights are NumPy arrays here, in memory from torch.
 """
 
 from __future__ import annotations
@@ -31,48 +33,48 @@ from allforce.models import dense_kernels
 from allforce.models import pinet_kernels as kernels
 from allforce.models.pool import Pool, threads
 
+Array = np.ndarray
+
 
 class Quantity:
-    """y (rows, c), ŷ, ẏ, ȳ; y and ẏ are halves of one tensor, so that xᵀ z̄ + ẋᵀ ẑ is one product."""
+    """y (rows, c), ŷ, ẏ, ȳ."""
 
-    __slots__ = ("bar", "both", "dot", "hat", "y")
+    __slots__ = ("bar", "dot", "hat", "like", "y")
 
     def __init__(self, like: Tensor, rows: int, width: int, second: bool):
-        self.both = like.new_empty(2 if second else 1, rows, width)
-        self.y, self.dot = self.both[0], self.both[-1]
-        self.hat: Any = None  # a tensor, once something was added
+        both = like.new_empty(2 if second else 1, rows, width).numpy()
+        self.like, self.y, self.dot = like, both[0], both[-1]
+        self.hat: Any = None  # an array, once something was added
         self.bar: Any = None
-
-    def zeros(self) -> Tensor:
-        return torch.zeros_like(self.y)
 
     def has(self, name: str) -> bool:
         """Whether something was added to `hat` or `bar`; else there is room now for the first."""
         if getattr(self, name) is not None:
             return True
-        setattr(self, name, torch.empty_like(self.y))
+        setattr(self, name, self.like.new_empty(self.y.shape).numpy())
         return False
 
-    def add_hat(self, value: Tensor) -> None:
-        self.hat = value if self.hat is None else self.hat.add_(value)
-
-    def add_bar(self, value: Tensor) -> None:
-        self.bar = value if self.bar is None else self.bar.add_(value)
+    def summed(self, name: str) -> Array:
+        """`hat` or `bar` to add to: zeros at first."""
+        if not self.has(name):
+            getattr(self, name).fill(0.0)
+        return getattr(self, name)
 
 
 class Weight:
     """What is differentiated by. The steps may want its numbers in another order: view(shape).permute(order)."""
 
     def __init__(self, value: Tensor, shape: Sequence[int] = (), order: Sequence[int] = ()):
-        self.own_shape, self.order, self.value = value.shape, order, value.detach()
+        self.own_shape, self.order, value = value.shape, order, value.detach()
         self.bar: Any = None
         if order:
-            moved = self.value.view(tuple(shape)).permute(tuple(order))
+            moved = value.view(tuple(shape)).permute(tuple(order))
             self.shape = moved.shape
-            self.value = moved.reshape(len(moved), -1) if value.dim() > 1 else moved.flatten()
+            value = moved.reshape(len(moved), -1) if value.dim() > 1 else moved.flatten()
+        self.value = value.numpy()
 
     def gradient(self) -> Tensor:
-        bar, self.bar = torch.zeros_like(self.value) if self.bar is None else self.bar, None
+        bar, self.bar = torch.from_numpy(np.zeros_like(self.value) if self.bar is None else self.bar), None
         if not self.order:
             return bar
         back = sorted(range(len(self.order)), key=lambda k: self.order[k])
@@ -90,17 +92,17 @@ class Tape:
         self.weights: list[Weight] = []
         self.edges, self.natoms, self.like = edges, natoms, like
         self.i, self.j, self.first = edges.i.numpy(), edges.j.numpy(), edges.first.numpy()
-        self.none = like.new_empty(0)
-        self.out = self.out_bar = like.new_zeros(natoms, 1)
-        self.own = torch.ones_like(self.out) if own is None else own.detach().to(like.dtype)[:, None]
+        self.none = like.new_empty(0).numpy()
+        self.out = self.out_bar = like.new_zeros(natoms).numpy()
+        self.own = np.ones_like(self.out) if own is None else own.detach().to(like.dtype).numpy()
         r = r.detach()
         self.distance = torch.linalg.vector_norm(r, dim=1, keepdim=True)
         self.n = r / self.distance  # (E, 3)
-        e, slope = basis.with_slope(self.distance[:, 0])
-        self.e, self.slope, self.unit = (x.to(like.dtype).contiguous() for x in (e, slope, self.n))
-        self.e_hat, self.n_hat = torch.zeros_like(self.e), torch.zeros_like(self.unit)
+        e, self.slope = basis.with_slope(self.distance[:, 0])
+        self.e, self.unit = (x.to(like.dtype).contiguous().numpy() for x in (e, self.n))
+        self.e_hat, self.n_hat = (like.new_zeros(x.shape).numpy() for x in (self.e, self.unit))
         self.vectors = False  # whether anything depends on n
-        self.e_dot, self.n_dot = torch.empty_like(self.e), torch.empty_like(self.unit)
+        self.e_dot, self.n_dot = self.none, self.none
 
     def weight(self, value: Tensor, shape: Sequence[int] = (), order: Sequence[int] = ()) -> Weight:
         self.inputs.append(value)
@@ -118,11 +120,11 @@ class Tape:
                 step.back()
                 used.insert(0, step)
         self.steps = used
-        gradient = (self.e_hat * self.slope).sum(1, keepdim=True) * self.n
+        gradient = (torch.from_numpy(self.e_hat) * self.slope).sum(1, keepdim=True) * self.n
         if self.vectors:
-            gradient = gradient + self._across(self.n_hat.double())
+            gradient = gradient + self._across(torch.from_numpy(self.n_hat).double())
         apply: Callable = Recorded.apply
-        return apply(self, self.out[:, 0].double(), gradient.double(), *self.inputs)
+        return apply(self, torch.from_numpy(self.out).double(), gradient.double(), *self.inputs)
 
     def _across(self, v: Tensor) -> Tensor:
         """∂n/∂r · v, a symmetric matrix."""
@@ -130,10 +132,10 @@ class Tape:
 
     def differentiate(self, out_bar: Tensor, v: Tensor) -> list[Tensor]:
         """∂Φ/∂w of all weights."""
-        self.e_dot.copy_(self.slope * (v * self.n).sum(1, keepdim=True))
+        self.e_dot = (self.slope * (v * self.n).sum(1, keepdim=True)).to(self.like.dtype).numpy()
         if self.vectors:
-            self.n_dot.copy_(self._across(v))
-        self.out_bar = out_bar[:, None].to(self.like.dtype)
+            self.n_dot = self._across(v).to(self.like.dtype).numpy()
+        self.out_bar = out_bar.to(self.like.dtype).contiguous().numpy()
         for step in self.steps:
             step.tangent()
         for step in reversed(self.steps):
@@ -153,17 +155,13 @@ class Recorded(torch.autograd.Function):
         return None, None, None, *ctx.tape.differentiate(out_bar, v)
 
 
-def numpy(*tensors: Tensor) -> list[np.ndarray]:
-    return [x.numpy() for x in tensors]
+def pool(x: Array) -> Pool:
+    return threads(x.size // 64)  # a number of a pair takes a 64th of the time that pool.py calls an edge
 
 
-def pool(x: Tensor) -> Pool:
-    return threads(x.numel() // 64)  # a number of a pair takes a 64th of the time that pool.py calls an edge
-
-
-def pool_of(x: Tensor, w: Tensor) -> Pool:
+def pool_of(x: Array, w: Array) -> Pool:
     """For the product of both: an edge takes as long as some 500 of its terms."""
-    return threads(x.numel() * w.shape[1] // 512)
+    return threads(x.size * w.shape[1] // 512)
 
 
 class Step:
@@ -181,23 +179,21 @@ class Dense(Step):
         self.x, self.w, self.b, self.tanh = x, w, b, tanh
         self.out = tape.quantity(len(x.y), w.value.shape[1])
         self.pool = pool_of(x.y, w.value)
-        bias = tape.none if b is None else b.value
-        dense_kernels.dense(*numpy(x.y, w.value, bias), tanh, self.out.y.numpy(), self.pool)
+        dense_kernels.dense(x.y, w.value, tape.none if b is None else b.value, tanh, self.out.y, self.pool)
         tape.steps.append(self)
 
     def back(self) -> None:
-        arrays, add = numpy(self.out.y, self.out.hat, self.w.value), self.x.has("hat")
-        dense_kernels.dense_back(*arrays, self.tanh, add, self.x.hat.numpy(), self.pool)
+        out, add = self.out, self.x.has("hat")
+        dense_kernels.dense_back(out.y, out.hat, self.w.value, self.tanh, add, self.x.hat, self.pool)
 
     def tangent(self) -> None:
-        arrays = numpy(self.x.dot, self.w.value, self.out.y)
-        dense_kernels.dense_tangent(*arrays, self.tanh, self.out.dot.numpy(), self.pool)
+        dense_kernels.dense_tangent(self.x.dot, self.w.value, self.out.y, self.tanh, self.out.dot, self.pool)
 
     def adjoint(self) -> None:
         x, w, out, add = self.x, self.w, self.out, self.x.has("bar")
-        w.bar, b_bar = torch.empty_like(w.value), w.value.new_empty(1, w.value.shape[1])
-        arrays = numpy(x.y, x.dot, w.value, out.y, out.hat, out.dot, out.bar)
-        dense_kernels.dense_adjoint(*arrays, self.tanh, add, *numpy(x.bar, w.bar, b_bar), self.pool)
+        w.bar, b_bar = np.empty_like(w.value), np.empty((1, w.value.shape[1]), w.value.dtype)
+        arrays = x.y, x.dot, w.value, out.y, out.hat, out.dot, out.bar
+        dense_kernels.dense_adjoint(*arrays, self.tanh, add, x.bar, w.bar, b_bar, self.pool)
         if self.b is not None:
             self.b.bar = b_bar[0, -len(self.b.value) :]
         out.bar = None
@@ -210,21 +206,18 @@ class Pairs(Step):
         self.x, self.i, self.j = x, tape.i, tape.j
         self.out = tape.quantity(len(tape.i), x.y.shape[1] // 2)
         self.pool = pool(self.out.y)
-        kernels.pairs(x.y.numpy(), self.i, self.j, self.out.y.numpy(), self.pool)
+        kernels.pairs(x.y, self.i, self.j, self.out.y, self.pool)
         tape.steps.append(self)
 
     def back(self) -> None:
-        hat = self.x.zeros()
-        kernels.pairs_back(*numpy(self.out.y, self.out.hat), self.i, self.j, hat.numpy())
-        self.x.add_hat(hat)
+        kernels.pairs_back(self.out.y, self.out.hat, self.i, self.j, self.x.summed("hat"))
 
     def tangent(self) -> None:
-        kernels.pairs_tangent(self.x.dot.numpy(), self.i, self.j, *numpy(self.out.y, self.out.dot), self.pool)
+        kernels.pairs_tangent(self.x.dot, self.i, self.j, self.out.y, self.out.dot, self.pool)
 
     def adjoint(self) -> None:
-        out, bar = self.out, self.x.zeros()
-        kernels.pairs_adjoint(*numpy(out.y, out.hat, out.dot, out.bar), self.i, self.j, bar.numpy())
-        self.x.add_bar(bar)
+        out = self.out
+        kernels.pairs_adjoint(out.y, out.hat, out.dot, out.bar, self.i, self.j, self.x.summed("bar"))
         out.bar = None
 
 
@@ -233,29 +226,27 @@ class Interaction(Step):
 
     def __init__(self, tape: Tape, x: Quantity, w: Weight, b: Weight, n_basis: int):
         self.tape, self.x, self.w, self.b = tape.weak, x, w, b
-        rows, width = len(x.y), w.value.shape[1] // n_basis
-        self.out = tape.quantity(rows, width)
-        self.tanh = x.y.new_empty(rows, n_basis, width)
-        self.dot = torch.empty_like(self.tanh) if tape.second else self.tanh
+        shape = len(x.y), n_basis, w.value.shape[1] // n_basis
+        self.out = tape.quantity(shape[0], shape[2])
+        self.tanh = tape.like.new_empty(shape).numpy()
+        self.dot = tape.like.new_empty(shape).numpy() if tape.second else self.tanh
         self.pool = pool_of(x.y, w.value)
-        kernels.interaction_layer(*numpy(x.y, w.value, b.value, self.tanh, tape.e, self.out.y), self.pool)
+        kernels.interaction_layer(x.y, w.value, b.value, self.tanh, tape.e, self.out.y, self.pool)
         tape.steps.append(self)
 
     def back(self) -> None:
-        t, add = self.tape, self.x.has("hat")
-        arrays = numpy(self.tanh, t.e, self.out.hat, t.e_hat, self.w.value)
-        kernels.interaction_layer_back(*arrays, add, self.x.hat.numpy(), self.pool)
+        t, x, add = self.tape, self.x, self.x.has("hat")
+        kernels.interaction_layer_back(self.tanh, t.e, self.out.hat, t.e_hat, self.w.value, add, x.hat, self.pool)
 
     def tangent(self) -> None:
-        t = self.tape
-        arrays = numpy(self.x.dot, self.w.value, self.tanh, self.dot, t.e, t.e_dot, self.out.dot)
-        kernels.interaction_layer_tangent(*arrays, self.pool)
+        t, w = self.tape, self.w.value
+        kernels.interaction_layer_tangent(self.x.dot, w, self.tanh, self.dot, t.e, t.e_dot, self.out.dot, self.pool)
 
     def adjoint(self) -> None:
         t, x, w, out, add = self.tape, self.x, self.w, self.out, self.x.has("bar")
-        w.bar, b_bar = torch.empty_like(w.value), w.value.new_empty(1, w.value.shape[1])
-        arrays = numpy(x.y, x.dot, w.value, self.tanh, self.dot, t.e, t.e_dot, out.hat, out.bar)
-        kernels.interaction_layer_adjoint(*arrays, add, *numpy(x.bar, w.bar, b_bar), self.pool)
+        w.bar, b_bar = np.empty_like(w.value), np.empty((1, w.value.shape[1]), w.value.dtype)
+        arrays = x.y, x.dot, w.value, self.tanh, self.dot, t.e, t.e_dot, out.hat, out.bar
+        kernels.interaction_layer_adjoint(*arrays, add, x.bar, w.bar, b_bar, self.pool)
         self.b.bar, out.bar = b_bar[0], None
 
 
@@ -267,27 +258,22 @@ class Direct(Step):
         rows, width = len(tape.i), x.y.shape[1] // 2 // n_basis
         self.out = tape.quantity(rows, width)
         self.shape = (-1, 2, n_basis, width)
-        self.tanh = x.y.new_empty(rows, n_basis, width)
-        arrays = numpy(self.tanh, tape.e, self.out.y)
-        kernels.direct(x.y.numpy(), tape.i, tape.j, *arrays, pool(self.tanh))
+        self.tanh = tape.like.new_empty(rows, n_basis, width).numpy()
+        kernels.direct(x.y, tape.i, tape.j, self.tanh, tape.e, self.out.y, pool(self.tanh))
         tape.steps.append(self)
 
     def back(self) -> None:
-        t, hat = self.tape, self.x.zeros()
-        arrays = numpy(hat.view(self.shape), t.e_hat)
-        kernels.direct_back(*numpy(self.tanh, t.e, self.out.hat), t.i, t.j, *arrays)
-        self.x.add_hat(hat)
+        t, hat = self.tape, self.x.summed("hat")
+        kernels.direct_back(self.tanh, t.e, self.out.hat, t.i, t.j, hat.reshape(self.shape), t.e_hat)
 
     def tangent(self) -> None:
-        t = self.tape
-        arrays = numpy(t.e, t.e_dot, self.out.dot)
-        kernels.direct_tangent(*numpy(self.tanh, self.x.dot.view(self.shape)), t.i, t.j, *arrays)
+        t, dot = self.tape, self.x.dot.reshape(self.shape)
+        kernels.direct_tangent(self.tanh, dot, t.i, t.j, t.e, t.e_dot, self.out.dot)
 
     def adjoint(self) -> None:
-        t, out, bar = self.tape, self.out, self.x.zeros()
-        arrays = numpy(t.e, t.e_dot, out.hat, out.bar, bar.view(self.shape))
-        kernels.direct_adjoint(*numpy(self.tanh, self.x.dot.view(self.shape)), t.i, t.j, *arrays)
-        self.x.add_bar(bar)
+        t, out, dot, bar = self.tape, self.out, self.x.dot.reshape(self.shape), self.x.summed("bar")
+        arrays = t.e, t.e_dot, out.hat, out.bar, bar.reshape(self.shape)
+        kernels.direct_adjoint(self.tanh, dot, t.i, t.j, *arrays)
         out.bar = None
 
 
@@ -298,18 +284,18 @@ class OfKinds(Step):
         self.tape, self.kind, self.w = tape.weak, kind.numpy(), tape.weight(w)
         self.out = tape.quantity(len(kind), w.shape[2])
         self.pool = pool(self.out.y)
-        kernels.of_kinds(self.w.value.numpy(), self.kind, *numpy(tape.e, self.out.y), self.pool)
+        kernels.of_kinds(self.w.value, self.kind, tape.e, self.out.y, self.pool)
         tape.steps.append(self)
 
     def back(self) -> None:
-        kernels.of_kinds_back(self.w.value.numpy(), self.kind, *numpy(self.out.hat, self.tape.e_hat), self.pool)
+        kernels.of_kinds_back(self.w.value, self.kind, self.out.hat, self.tape.e_hat, self.pool)
 
     def tangent(self) -> None:
-        kernels.of_kinds(self.w.value.numpy(), self.kind, *numpy(self.tape.e_dot, self.out.dot), self.pool)
+        kernels.of_kinds(self.w.value, self.kind, self.tape.e_dot, self.out.dot, self.pool)
 
     def adjoint(self) -> None:
-        t, out, self.w.bar = self.tape, self.out, torch.zeros_like(self.w.value)
-        kernels.of_kinds_adjoint(self.kind, *numpy(t.e, t.e_dot, out.hat, out.bar, self.w.bar))
+        t, out, self.w.bar = self.tape, self.out, np.zeros_like(self.w.value)
+        kernels.of_kinds_adjoint(self.kind, t.e, t.e_dot, out.hat, out.bar, self.w.bar)
         out.bar = None
 
 
@@ -319,67 +305,55 @@ class SumOfPairs(Step):
     def __init__(self, tape: Tape, x: Quantity):
         self.x, self.i, self.first, self.pool = x, tape.i, tape.first, pool(x.y)
         self.out = tape.quantity(tape.natoms, x.y.shape[1])
-        self._sum(x.y, self.out.y)
+        kernels.sum_of_pairs(x.y, self.first, self.out.y, self.pool)
         tape.steps.append(self)
 
-    def _sum(self, x: Tensor, y: Tensor) -> None:
-        kernels.sum_of_pairs(x.numpy(), self.first, y.zero_().numpy(), self.pool)
-
-    def _spread(self, y: Tensor, x: Tensor | None) -> Tensor:
-        x = torch.zeros_like(self.x.y) if x is None else x
-        kernels.add_to_pairs(y.numpy(), self.i, x.numpy(), self.pool)
-        return x
-
     def back(self) -> None:
-        self.x.hat = self._spread(self.out.hat, self.x.hat)
+        add = self.x.has("hat")
+        kernels.spread_to_pairs(self.out.hat, self.i, add, self.x.hat, self.pool)
 
     def tangent(self) -> None:
-        self._sum(self.x.dot, self.out.dot)
+        kernels.sum_of_pairs(self.x.dot, self.first, self.out.dot, self.pool)
 
     def adjoint(self) -> None:
-        self.x.bar = self._spread(self.out.bar, self.x.bar)
+        add = self.x.has("bar")
+        kernels.spread_to_pairs(self.out.bar, self.i, add, self.x.bar, self.pool)
         self.out.bar = None
 
 
 class Residual(Step):
-    """y = x w + new, or x + new; x may be a tensor that does not change with r."""
+    """y = x + new of two quantities, or x w + new, or x + new with an x (rows, ·) that does not change with r."""
 
     def __init__(self, tape: Tape, x: Quantity | Tensor, w: Tensor | None, new: Quantity):
         self.x, self.new, self.w = x, new, None if w is None else tape.weight(w)
         self.out = tape.quantity(*new.y.shape)
-        self._add(x if isinstance(x, Tensor) else x.y, new.y, self.out.y)
+        if isinstance(x, Quantity):
+            assert w is None
+            old = x.y
+        else:
+            old = x.numpy() if w is None else (x @ w.detach()).numpy()
+        np.add(old, new.y, out=self.out.y)
         tape.steps.append(self)
 
-    def _add(self, x: Tensor, new: Tensor, out: Tensor) -> None:
-        if self.w is None:
-            torch.add(x, new, out=out)
-        else:
-            torch.addmm(new, x, self.w.value, out=out)
-
-    def _split(self, g: Tensor) -> Tensor:
-        return g.clone() if self.w is None else g @ self.w.value.T
-
     def back(self) -> None:
-        self.new.add_hat(self.out.hat.clone())
-        if isinstance(self.x, Quantity):
-            self.x.add_hat(self._split(self.out.hat))
+        self._split("hat")
 
     def tangent(self) -> None:
         if isinstance(self.x, Quantity):
-            self._add(self.x.dot, self.new.dot, self.out.dot)
+            np.add(self.x.dot, self.new.dot, out=self.out.dot)
         else:
-            self.out.dot.copy_(self.new.dot)
+            self.out.dot[...] = self.new.dot
 
     def adjoint(self) -> None:
-        bar = self.out.bar
-        self.new.add_bar(bar.clone())
-        if isinstance(self.x, Quantity):
-            self.x.add_bar(self._split(bar))
-            if self.w is not None:
-                self.w.bar = torch.addmm(self.x.y.T @ bar, self.x.dot.T, self.out.hat)
-        elif self.w is not None:
-            self.w.bar = self.x.T @ bar
+        self._split("bar")
+        if self.w is not None and isinstance(self.x, Tensor):
+            self.w.bar = (self.x.T @ torch.from_numpy(self.out.bar)).numpy()
         self.out.bar = None
+
+    def _split(self, name: str) -> None:
+        for part in (self.new, self.x):
+            if isinstance(part, Quantity):
+                kernels.add_to(getattr(self.out, name), part.has(name), getattr(part, name))
 
 
 class Out(Step):
@@ -387,21 +361,24 @@ class Out(Step):
 
     def __init__(self, tape: Tape, x: Quantity, layers: list[tuple[Weight, Weight]], last: Weight):
         self.tape, self.x, self.layers, self.last = tape.weak, x, layers, last
-        self.u = [last.value]
+        self.u, constant = [last.value[:, 0]], 0.0
         for w, b in reversed(layers):
-            tape.out += b.value @ self.u[0]
-            self.u.insert(0, w.value @ self.u[0])
-        tape.out.addmm_(x.y, self.u[0])
+            constant += float((b.value * self.u[0]).sum())
+            self.u.insert(0, (w.value * self.u[0]).sum(1))
+        kernels.out(x.y, self.u[0], constant, tape.out)
         tape.steps.append(self)
 
     def back(self) -> None:
-        self.x.add_hat(self.tape.own * self.u[0].T)
+        add = self.x.has("hat")
+        kernels.add_outer(self.tape.own, self.u[0], add, self.x.hat)
 
     def adjoint(self) -> None:
-        bar = self.tape.out_bar
-        total, u_bar = bar.sum(), torch.addmm(self.x.y.T @ bar, self.x.dot.T, self.tape.own)
+        bar, x, u_bar = self.tape.out_bar, self.x, np.empty_like(self.u[0])
+        kernels.out_adjoint(x.y, bar, x.dot, self.tape.own, u_bar)
+        total = bar.sum()
         for (w, b), u in zip(self.layers, self.u[1:], strict=True):
-            w.bar, b.bar = u_bar @ u.T, u[:, 0] * total
-            u_bar = torch.addmm(b.value[:, None] * total, w.value.T, u_bar)
-        self.last.bar = u_bar
-        self.x.add_bar(bar * self.u[0].T)
+            w.bar, b.bar = u_bar[:, None] * u, u * total
+            u_bar = b.value * total + (w.value * u_bar[:, None]).sum(0)
+        self.last.bar = u_bar[:, None]
+        add = x.has("bar")
+        kernels.add_outer(bar, self.u[0], add, x.bar)
