@@ -152,12 +152,6 @@ def spread_to_pairs(y, i, add, x, pool):
 
 
 @njit(**options)
-def add_to(x, add, y):
-    """y = x, or y += x."""
-    put(x, add, y)
-
-
-@njit(**options)
 def out(x, u, constant, y):
     """y_i += Σ_c x_ic u_c + constant."""
     for n in range(x.shape[0]):

@@ -17,6 +17,7 @@ from torch import Tensor
 from allforce.models import pinet_kernels
 from allforce.models.kernels import compiled, options
 from allforce.models.pool import threads
+from allforce.models.tanh import tanh_of_all
 
 SMALL = 2**19  # bytes
 
@@ -24,7 +25,7 @@ SMALL = 2**19  # bytes
 class Tanh(torch.autograd.Function):
     @staticmethod
     def forward(ctx, z: Tensor) -> Tensor:
-        y = torch.tanh(z)
+        y = _tanh(z)
         ctx.save_for_backward(z, y)
         return y
 
@@ -59,7 +60,7 @@ class Interaction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, z: Tensor, e: Tensor) -> Tensor:
-        w = torch.tanh(z)
+        w = _tanh(z)
         ctx.save_for_backward(z, e, w)
         if not compiled(w):
             return (w * e[:, :, None]).sum(1)
@@ -109,6 +110,14 @@ def tanh(z: Tensor) -> Tensor:
 
 def interaction(z: Tensor, e: Tensor) -> Tensor:
     return Interaction.apply(z, e)
+
+
+def _tanh(z: Tensor) -> Tensor:
+    if not compiled(z):
+        return torch.tanh(z)
+    y = z.detach().clone(memory_format=torch.contiguous_format)
+    tanh_of_all(y.view(-1).numpy(), threads(y.numel() // 64))
+    return y
 
 
 def _array(x: Tensor) -> np.ndarray:

@@ -353,7 +353,7 @@ class Residual(Step):
     def _split(self, name: str) -> None:
         for part in (self.new, self.x):
             if isinstance(part, Quantity):
-                kernels.add_to(getattr(self.out, name), part.has(name), getattr(part, name))
+                dense_kernels.put(getattr(self.out, name), part.has(name), getattr(part, name))
 
 
 class Out(Step):

@@ -7,7 +7,15 @@ from numba import njit
 
 from allforce.models.frozen_nets import FrozenNets, frozen
 from allforce.models.layers import Net
-from allforce.models.products import add_listed, add_product, packed, tiles_of, times_listed, whole_strips
+from allforce.models.products import (
+    add_listed,
+    add_product,
+    add_transposed_product,
+    packed,
+    tiles_of,
+    times_listed,
+    whole_strips,
+)
 from allforce.models.scalar_net import value_and_gradient
 
 CLOSE = {torch.float64: 1e-14, torch.float32: 5e-6}
@@ -28,6 +36,11 @@ def listed_back(x, rows, count, W, y):
     times_listed(x, rows, count, W, y)
 
 
+@njit
+def transposed(x, z, y):
+    add_transposed_product(x, z, y)
+
+
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 5, 16), (8, 7, 24), (9, 300, 49), (17, 33, 150)])
 def test_products(shape, dtype):
@@ -41,6 +54,11 @@ def test_products(shape, dtype):
             y[:, :columns], 1 + x[:, begin:end] @ W[begin:end], rtol=0, atol=50 * m * np.finfo(dtype).eps
         )
         np.testing.assert_array_equal(y[:, columns:], 1)
+    z = np.full((n + 1, columns), np.nan, dtype)  # what stands behind is read, but must not matter
+    z[:n] = rng.normal(size=(n, columns))
+    y = np.ones((m, whole_strips(columns, x.dtype)), dtype)
+    transposed(x, z[:n], y)
+    np.testing.assert_allclose(y[:, :columns], 1 + x.T @ z[:n], rtol=0, atol=50 * n * np.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])

@@ -13,6 +13,7 @@ from numba import njit
 from allforce.models import (
     atom_kernels,
     attention_kernels,
+    dense_kernels,
     frozen_nets,
     frozen_table,
     kernels,
@@ -50,11 +51,12 @@ def digest(name: str) -> str:
 def test_loops_are_compiled_anew_with_the_code_that_they_include():
     """When this fails, write the digest that it shows: the file with the loops is then another one for numba."""
     assert digest("pool") == kernels.POOL
-    frozen = frozen_nets, frozen_table
-    including = (atom_kernels, attention_kernels, pinet_kernels, tanh, triple_kernels, *frozen)
+    multiplying = dense_kernels, frozen_nets, frozen_table
+    including = (atom_kernels, attention_kernels, pinet_kernels, tanh, triple_kernels, *multiplying)
     assert {module.KERNELS for module in including} == {digest("kernels")}
-    assert {module.PRODUCTS for module in frozen} == {digest("products")}
-    assert frozen_nets.TANH == digest("tanh")
+    assert {module.PRODUCTS for module in multiplying} == {digest("products")}
+    assert {module.TANH for module in (dense_kernels, frozen_nets)} == {digest("tanh")}
+    assert pinet_kernels.DENSE == digest("dense_kernels")
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
@@ -78,9 +80,14 @@ PUSH = """
 import sys
 import numpy as np
 from allforce.models.attention_kernels import norm_push
+from allforce.models.dense_kernels import dense_adjoint
 rng = np.random.default_rng(1)
 given, results = [rng.normal(size=(40, 12)) for _ in range(3)], [np.empty((40, 12)), np.empty((40, 12)), np.empty(40)]
 norm_push(given[0], rng.random(40), *given[1:], *results, (0, 1))
+x, x_dot, y, y_hat, y_dot, y_bar, x_bar = rng.normal(size=(7, 40, 12))
+w, w_bar, b_bar = rng.normal(size=(12, 12)), np.empty((12, 12)), np.empty((1, 12))
+dense_adjoint(x, x_dot, w, y, y_hat, y_dot, y_bar, True, False, x_bar, w_bar, b_bar, (0, 1))
+results += [x_bar, w_bar, b_bar]
 sys.stdout.write(b"".join(x.tobytes() for x in results).hex())
 """
 
@@ -92,7 +99,7 @@ def test_a_loop_from_the_cache_gives_the_same_bits_as_one_just_compiled(tmp_path
     compiled, cached = (
         subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout for _ in range(2)
     )
-    assert list(tmp_path.rglob("*.nbc")) and compiled == cached and len(cached) == 2 * 8 * 40 * 25
+    assert list(tmp_path.rglob("*.nbc")) and compiled == cached and len(cached) == 2 * 8 * (40 * 25 + 12 * 53)
 
 
 @njit
