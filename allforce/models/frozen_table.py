@@ -13,7 +13,7 @@ from allforce.models.kernels import LANES, WIDTH, edge_buffers, inline, moments_
 from allforce.models.pool import spread
 from allforce.models.products import add_listed, times_listed
 
-KERNELS, PRODUCTS = "b90919f2", "d72c9df7"  # digests of other files, see atom_kernels.py
+KERNELS, PRODUCTS = "b90919f2", "58a70ff6"  # digests of other files, see atom_kernels.py
 
 
 @njit(**inline)
