@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from allforce.models import pinet_kernels as kernels
+from allforce.models import pinet2_kernels as kernels
 from allforce.models.pinet_steps import Array, Quantity, Step, Tape, pool
 
 

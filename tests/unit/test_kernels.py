@@ -17,6 +17,7 @@ from allforce.models import (
     frozen_nets,
     frozen_table,
     kernels,
+    pinet2_kernels,
     pinet_kernels,
     tanh,
     triple_kernels,
@@ -52,7 +53,7 @@ def test_loops_are_compiled_anew_with_the_code_that_they_include():
     """When this fails, write the digest that it shows: the file with the loops is then another one for numba."""
     assert digest("pool") == kernels.POOL
     multiplying = dense_kernels, frozen_nets, frozen_table
-    including = (atom_kernels, attention_kernels, pinet_kernels, tanh, triple_kernels, *multiplying)
+    including = (atom_kernels, attention_kernels, pinet_kernels, pinet2_kernels, tanh, triple_kernels, *multiplying)
     assert {module.KERNELS for module in including} == {digest("kernels")}
     assert {module.PRODUCTS for module in multiplying} == {digest("products")}
     assert {module.TANH for module in (dense_kernels, frozen_nets)} == {digest("tanh")}
