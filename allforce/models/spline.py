@@ -67,8 +67,8 @@ class Grid:
         return b.long(), columns @ value.T, columns @ slope.T
 
     def solve(self, values: np.ndarray) -> np.ndarray:
-        """C (K, n) of the curves with these values (K, n) at the nodes: M C = values, M within a band (spline n at node k
-        is not zero for |n - k| < WIDTH)."""
+        """C (K, n) of the curves with these values (K, n) at the nodes: M C = values, where M_nk = B_k(node n) is zero
+        for |n - k| >= WIDTH."""
         from scipy.linalg import solve_banded  # here: training does without it, and it takes a tenth of a second
 
         first, splines, _ = self.weights(torch.from_numpy(self.nodes()))
