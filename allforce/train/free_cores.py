@@ -6,7 +6,7 @@ moment stops all, so that two threads beside another program on two cores are se
     threads = cores without those that others use,     others = (time that was not idle - this process's) / time
 
 for the CPUs on which this process may run, looked at every half second. Time that a host takes from a virtual machine
-counts as others' too.
+does not count: it takes it from one thread as well.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ SLACK = 0.3  # of a core, which small programs may use without effect
 def busy_time() -> float:
     """Seconds in which the CPUs of this process were not idle, since they were started."""
     times, own = psutil.cpu_times(percpu=True), os.sched_getaffinity(0)
-    idle = {"idle", "iowait", "guest", "guest_nice"}  # a guest's time is part of user's
-    return sum(sum(v for k, v in t._asdict().items() if k not in idle) for n, t in enumerate(times) if n in own)
+    other = {"idle", "iowait", "steal", "guest", "guest_nice"}  # a guest's time is part of user's
+    return sum(sum(v for k, v in t._asdict().items() if k not in other) for n, t in enumerate(times) if n in own)
 
 
 class FreeCores:
