@@ -44,10 +44,13 @@ SCRIPT_OF_RANK_1 = """
 import os, runpy, signal, sys, threading, time
 from pathlib import Path
 
+from allforce.distributed.watch import INTERVAL
+
 def kill_soon():
     curve = Path("pinet_run/lcurve.out")
     while not curve.exists() or curve.read_text().count("\\n") < 4:
         time.sleep(0.05)
+    time.sleep(5 * INTERVAL)  # these steps are done within a sign of life: let the other hear of them
     os.kill(os.getpid(), signal.SIGKILL)
 
 after = lambda: None
