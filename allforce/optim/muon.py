@@ -27,6 +27,7 @@ With `zero_stage: 1` every worker keeps and updates its share of the matrices, a
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from functools import lru_cache
 from math import comb, prod, sqrt
 from typing import Any, Literal
@@ -77,9 +78,12 @@ class HybridMuonConfig(Section):
         "with a short side below twice as many are taken whole.",
         ge=8,
         le=WIDEST,
-        multiple_of=8,  # of whole registers, so that products do not depend on where a matrix lies in a stack
         own=True,
     )
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.rank % 8:  # whole registers: products must not depend on where a matrix lies in a stack
+            yield "rank", f"found {self.rank}; expected a multiple of 8"
 
 
 class Matrices:

@@ -107,6 +107,11 @@ def test_zero_gradient_moves_nothing():
     assert muon.orthonormal(torch.zeros(1, 40, 8)).isfinite().all()
 
 
+def test_rank_is_a_multiple_of_a_register():
+    with pytest.raises(ValueError, match="found 12; expected a multiple of 8"):
+        muon.HybridMuonConfig(rank=12)
+
+
 def direction(X, rank):
     """−ΔX of one step along the gradient X, in units of the rate."""
     optimizer = make(muon.HybridMuonConfig(weight_decay=0.0, lr_adjust=1.0, rank=rank), torch.zeros_like(X))
