@@ -69,7 +69,7 @@ class Grid:
     def solve(self, values: np.ndarray) -> np.ndarray:
         """C (K, n) of the curves with these values (K, n) at the nodes: M C = values, where M_nk = B_k(node n) is zero
         for |n - k| >= WIDTH."""
-        from scipy.linalg import solve_banded  # here: training does without it, and it takes a tenth of a second
+        from scipy.linalg import solve_banded  # here: a tenth of a second, which commands without a model are spared
 
         first, splines, _ = self.weights(torch.from_numpy(self.nodes()))
         node, spline = np.arange(self.K)[:, None], first.numpy()[:, None] + np.arange(WIDTH)
