@@ -38,7 +38,7 @@ class Schedule:
         loss: str = "lr",
     ):
         self.config, self.steps, self.loss = config, numb_steps, loss
-        self.start, self.stop = config.start_lr, config.stop
+        self.start, self.stop = config.rates(numb_steps)
         self.warmup = int(config.warmup_ratio * numb_steps) if config.warmup_ratio is not None else config.warmup_steps
         if self.warmup and self.warmup >= numb_steps:
             raise UserError(

@@ -48,7 +48,7 @@ def main() -> None:
                 runs = []
                 for seed in range(1, args.seeds + 1):
                     config = config_of("ours", steps, seed, type_map, data, args)
-                    config["learning_rate"]["start_lr"] = rate
+                    config["learning_rate"] |= {"start_lr": rate, "reference_steps": steps}
                     for pair in args.set:
                         path, value = pair.split("=", 1)
                         changed(config, path, json.loads(value))

@@ -7,6 +7,7 @@ aliases, comments and old forms are gone before the classes here see the data.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import sqrt
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -62,13 +63,25 @@ class LearningRate(Section):
     warmup_from_unscaled: bool = key(
         False, "The warmup goes from start_lr to start_lr scaled by the workers.", own=True
     )
+    reference_steps: Positive | None = key(
+        None,
+        "start_lr is meant for runs of up to so many steps; a run of n steps, n being larger, begins with start_lr · "
+        "√(reference_steps / n), and a stop_lr above that is lowered to it.",
+        own=True,
+    )
 
     @property
     def stop(self) -> float:
-        """The rate at the end, however it was given."""
+        """The rate at the end of a run of at most reference_steps, however it was given."""
         if self.stop_lr_ratio is not None:
             return self.start_lr * self.stop_lr_ratio
         return 5e-8 if self.stop_lr is None else self.stop_lr
+
+    def rates(self, steps: int) -> tuple[float, float]:
+        """First and last rate of a run of so many steps."""
+        factor = 1.0 if self.reference_steps is None else min(1.0, sqrt(self.reference_steps / max(steps, 1)))
+        start = self.start_lr * factor
+        return start, self.stop * factor if self.stop_lr_ratio is not None else min(self.stop, start)
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.stop_lr is not None and self.stop_lr_ratio is not None:

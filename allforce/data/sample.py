@@ -28,11 +28,20 @@ SAME_ENERGY = 1e-3  # eV; more between two energies of the same isolated atom is
 
 
 class Sample:
-    """The first `nbatch` batches of every system (all of it, if it has fewer), frames as they are stored."""
+    """Frames of `nbatch` batches of every system (all of it, if it has fewer), as they are stored: its first ones, or
+    some from everywhere (`spread`; frames that follow each other in a run are alike)."""
 
-    def __init__(self, loader: Loader, nbatch: int, comm: Comm, split: bool = True, stat_file: str | None = None):
+    def __init__(
+        self,
+        loader: Loader,
+        nbatch: int,
+        comm: Comm,
+        split: bool = True,
+        stat_file: str | None = None,
+        spread: bool = False,
+    ):
         self.loader, self.comm, self.needs = loader.whole, comm, loader.needs
-        self.members = share(first_frames(loader.dataset, nbatch), comm, split)  # (system, frame) of this worker
+        self.members = share(some_frames(loader.dataset, nbatch, spread), comm, split)  # (system, frame), this worker's
         self.file = StatFile(stat_file, loader.dataset.type_map, comm)
 
     @property
@@ -95,9 +104,13 @@ class Sample:
         return len(neighbor_list(frame.coord, frame.cell, self.needs.limit.rcut, where=frame.name)[0]) == 0
 
 
-def first_frames(dataset: DataSet, nbatch: int) -> list[tuple[int, int]]:
-    sizes = [min(s.nframes, nbatch * b) for s, b in zip(dataset.systems, dataset.batch_sizes, strict=True)]
-    return [(i, k) for i, n in enumerate(sizes) for k in range(n)]
+def some_frames(dataset: DataSet, nbatch: int, spread: bool) -> list[tuple[int, int]]:
+    """(system, frame): the first nbatch batches of every system, or as many frames at equal distances."""
+    found = []
+    for i, (system, size) in enumerate(zip(dataset.systems, dataset.batch_sizes, strict=True)):
+        count = min(system.nframes, nbatch * size)
+        found += [(i, k * system.nframes // count if spread else k) for k in range(count)]
+    return found
 
 
 def share(items: Sequence[ITEM], comm: Comm, split: bool = True) -> Sequence[ITEM]:

@@ -64,7 +64,8 @@ def fit_bias(model: Model, systems: list[System], numb_batch: int = 0, mode: str
     device = Evaluator(model, parallel=False).device  # ready to be evaluated
     dataset = DataSet(systems, "auto")
     loader = Loader(dataset, Sampler(dataset, 0), model.needs, device)
-    return model.change_bias(Sample(loader, numb_batch or max(s.nframes for s in systems), SerialComm()), mode)
+    batches = numb_batch or max(s.nframes for s in systems)
+    return model.change_bias(Sample(loader, batches, SerialComm(), spread=True), mode)
 
 
 def _updated(path: Path) -> Path:

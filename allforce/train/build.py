@@ -87,7 +87,7 @@ def set_statistics(model: Model, loader: Loader, settings: Input, comm: Comm) ->
 
 def change_bias(model: Model, loader: Loader, nbatch: int, comm: Comm, split: bool = True) -> None:
     """Fit the constants of the types anew to what the model misses of the training data."""
-    lines = model.change_bias(Sample(loader, nbatch, comm, split))
+    lines = model.change_bias(Sample(loader, nbatch, comm, split, spread=True))
     if comm.rank == 0:
         for line in lines:
             log.info(line)

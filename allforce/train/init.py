@@ -23,7 +23,7 @@ from allforce.distributed.comm import SerialComm
 from allforce.errors import UserError
 from allforce.logs import log
 from allforce.models.sel import sel_auto
-from allforce.train.recipe import LEAST, OPTIMIZER, RATE, with_loss
+from allforce.train.recipe import LEAST, OPTIMIZER, RATE, TRAINING, with_loss
 
 RCUT = 6.0
 ATOMS = 256  # of a batch, at least: the update costs the same for more, and with few atoms it is most of the step
@@ -167,7 +167,14 @@ def draft(type_map: list[str], training: list[str], validation: list[str], runs:
                 "limit_pref_v": 1.0 if virial else 0.0,
             }
         ),
-        "training": {**data, "numb_steps": 2 * TRIED, "seed": 1, "disp_freq": TRIED, "save_freq": 2 * TRIED},
+        "training": {
+            **data,
+            "numb_steps": 2 * TRIED,
+            "seed": 1,
+            "disp_freq": TRIED,
+            "save_freq": 2 * TRIED,
+            **TRAINING,
+        },
     }
 
 

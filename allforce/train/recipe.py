@@ -9,9 +9,18 @@ from allforce.config.schema import Input
 from allforce.errors import UserError
 
 FEWER = 20  # times fewer steps than Adam with an exponential decay of the rate
-LEAST = 300  # steps
+LEAST = 150  # steps
 
-RATE: dict[str, Any] = {"type": "cosine", "start_lr": 0.04, "stop_lr": 0.0, "scale_by_worker": "none"}
+RATE: dict[str, Any] = {  # 0.4/√steps, falling linearly to 0
+    "type": "wsd",
+    "start_lr": 0.04,
+    "stop_lr": 0.0,
+    "reference_steps": 100,
+    "decay_phase_ratio": 1.0,
+    "decay_type": "linear",
+    "scale_by_worker": "none",
+}
+TRAINING: dict[str, Any] = {"change_bias_after_training": True}
 OPTIMIZER: dict[str, Any] = {"type": "HybridMuon", "adam_beta1": 0.95, "adam_beta2": 0.95}
 FORCES = 20  # times the weight of energies that forces have at the end, at least
 
@@ -25,7 +34,7 @@ def with_loss(loss: dict[str, Any]) -> dict[str, Any]:
 def with_recipe(old: Input, name: str) -> tuple[Input, list[str]]:
     """Data and model of an input with the recipe's training, and what that changes, a line for each key."""
     data = before = normalised(old)
-    training = dict(data["training"])
+    training = data["training"] | TRAINING
     if "schedule" not in type(old.loss).model_fields:
         raise UserError(
             f"--recipe: there is none for the loss {data['loss']['type']!r} of {name}. Leave the option out."

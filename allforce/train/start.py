@@ -122,9 +122,9 @@ def prepare(settings: Input, comm: Comm, options: Options, device: torch.device,
             write_whole(options.output, (json.dumps(complete, indent=4, ensure_ascii=False) + "\n").encode())
             prefix = Path(settings.training.save_dir or ".") / settings.training.save_ckpt
             prefix.parent.mkdir(parents=True, exist_ok=True)
-    loss = LOSSES[settings.loss.type](settings.loss, settings.learning_rate.start_lr, model.outputs)
-    check_labels(training, loss, comm, split)
     schedule = Schedule(settings.learning_rate, numb_steps, mesh.groups, getattr(settings.loss, "schedule", "lr"))
+    loss = LOSSES[settings.loss.type](settings.loss, schedule.start, model.outputs)
+    check_labels(training, loss, comm, split)
     sampler = make_sampler(training, seed, settings.training.sharding, mesh.number)
     model.min_nbor_dist = nearest
     check_outputs(model, loss, settings)

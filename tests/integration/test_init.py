@@ -29,12 +29,12 @@ def opened(found):
 def test_from_data_to_a_model(folder):
     result = dp(folder, "init", "small", "large", "--time", "0.1s")
     assert result.returncode == 0, result.stderr
-    assert "0.1s is short: 300 steps" in result.stderr and "next: dp train input.json" in result.stderr
+    assert "0.1s is short: 150 steps" in result.stderr and "next: dp train input.json" in result.stderr
     config = load_input("input.json")
     assert config.training.training_data.systems == ["small@:-4", "large@:-3"]
     assert config.training.validation_data.systems == ["small@-4:", "large@-3:"]
     assert config.model.type_map == ["A", "B"] and config.model.descriptor.sel == [8, 4]
-    assert (config.optimizer.type, config.learning_rate.type, config.loss.schedule) == ("HybridMuon", "cosine", "step")
+    assert (config.optimizer.type, config.learning_rate.type, config.loss.schedule) == ("HybridMuon", "wsd", "step")
     data = json.loads((folder / "input.json").read_text())
     data["training"] |= {"numb_steps": 30, "disp_freq": 30}
     (folder / "short.json").write_text(json.dumps(data))
@@ -73,10 +73,10 @@ def test_recipe_keeps_data_and_model(folder, capsys):
     write_input(folder, training__numb_steps=100, training__disp_freq=150)
     assert main(["train", "input.json", "--recipe"]) == 0
     log = capsys.readouterr().err
-    for line in ("optimizer/type: Adam → HybridMuon", "training/numb_steps: 100 → 300", "loss/schedule: - → step"):
+    for line in ("optimizer/type: Adam → HybridMuon", "training/numb_steps: 100 → 150", "loss/schedule: - → step"):
         assert line in log
     before, after = (json.loads((folder / name).read_text()) for name in ("input.json", "out.json"))
     assert after["model"]["descriptor"]["sel"] == before["model"]["descriptor"]["sel"]
     assert after["training"]["training_data"]["systems"] == before["training"]["training_data"]["systems"]
-    assert after["training"]["numb_steps"] == 300 and after["training"]["disp_freq"] == 7
+    assert after["training"]["numb_steps"] == 150 and after["training"]["disp_freq"] == 7
     assert np.isfinite([float(x) for x in rows(folder)[-1].split()]).all()

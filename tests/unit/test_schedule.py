@@ -96,3 +96,18 @@ def test_warmup_from_the_unscaled_rate():
     s = Schedule(config, 110, workers=4)
     assert [s.rate(0), s.rate(5), s.rate(10)] == [1.0, 2.5, 4.0]
     assert s.lr(0) == s.lr(5) == s.lr(10) == 1.0  # the prefactors of the loss see no warm-up
+
+
+def test_longer_runs_begin_with_a_smaller_rate():
+    config = LearningRateWSD(
+        start_lr=0.04, stop_lr=0.0, decay_phase_ratio=1.0, decay_type="linear", reference_steps=100
+    )
+    for steps, first in ((50, 0.04), (100, 0.04), (400, 0.02), (10_000, 0.004)):
+        s = Schedule(config, steps)
+        assert s.lr(0) == pytest.approx(first) and s.lr(steps // 2) == pytest.approx(first / 2) and s.lr(steps) == 0.0
+        assert Schedule(config, steps, loss="step").loss_lr(0) == s.start  # the first weights of the loss
+
+
+@pytest.mark.parametrize("stop, last", [({"stop_lr_ratio": 0.5}, 0.01), ({"stop_lr": 0.03}, 0.02), ({}, 5e-8)])
+def test_last_rate_of_a_longer_run(stop, last):
+    assert Schedule(LearningRateCosine(start_lr=0.04, reference_steps=100, **stop), 400).lr(400) == pytest.approx(last)

@@ -15,7 +15,7 @@ from allforce.data.dataset import DataSet
 from allforce.data.discover import open_systems
 from allforce.data.loader import Loader
 from allforce.data.prepare import Limit, Needs
-from allforce.data.sample import Sample, count_neighbors, first_frames
+from allforce.data.sample import Sample, count_neighbors, some_frames
 from allforce.data.sampler import Sampler
 from allforce.distributed.comm import SerialComm
 from allforce.errors import UserError
@@ -196,8 +196,17 @@ def test_set_davg_zero_and_smallest_deviation():
 
 def test_the_sample_is_the_first_batches(data):
     data.batch_sizes = [2, 3, 1]
-    assert first_frames(data, 1) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (2, 0)]
-    assert len(first_frames(data, 100)) == 10
+    assert some_frames(data, 1, spread=False) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (2, 0)]
+    assert len(some_frames(data, 100, spread=False)) == 10
+    assert some_frames(data, 100, spread=True) == some_frames(data, 100, spread=False)
+
+
+def test_a_sample_from_everywhere(data):
+    data.batch_sizes = [2, 3, 1]
+    frames = [s.nframes for s in data.systems]
+    assert some_frames(data, 1, spread=True) == [
+        (0, 0), (0, frames[0] // 2), (1, 0), (1, frames[1] // 3), (1, 2 * frames[1] // 3), (2, 0)
+    ]  # fmt: skip
 
 
 def test_energy_bias_of_workers_is_the_serial_one(data):
