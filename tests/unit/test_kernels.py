@@ -19,6 +19,7 @@ from allforce.models import (
     kernels,
     pinet2_kernels,
     pinet_kernels,
+    scalar_kernels,
     tanh,
     triple_kernels,
 )
@@ -52,12 +53,13 @@ def digest(name: str) -> str:
 def test_loops_are_compiled_anew_with_the_code_that_they_include():
     """When this fails, write the digest that it shows: the file with the loops is then another one for numba."""
     assert digest("pool") == kernels.POOL
-    multiplying = dense_kernels, frozen_nets, frozen_table
+    multiplying = dense_kernels, frozen_nets, frozen_table, scalar_kernels
     including = (atom_kernels, attention_kernels, pinet_kernels, pinet2_kernels, tanh, triple_kernels, *multiplying)
     assert {module.KERNELS for module in including} == {digest("kernels")}
     assert {module.PRODUCTS for module in multiplying} == {digest("products")}
-    assert {module.TANH for module in (dense_kernels, frozen_nets)} == {digest("tanh")}
+    assert {module.TANH for module in (dense_kernels, frozen_nets, scalar_kernels)} == {digest("tanh")}
     assert pinet_kernels.DENSE == digest("dense_kernels")
+    assert scalar_kernels.PLAIN == digest("plain_products")
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
