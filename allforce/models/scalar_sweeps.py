@@ -17,6 +17,7 @@ from allforce.models.layers import Layer, Net
 from allforce.models.pool import threads
 from allforce.models.products import TILE, WIDE, lanes, whole_strips
 
+MANY = 16  # tiles, of which then each is one piece, so that a part of its rows serves all columns while in the cache
 HIGH = 64  # rows of w that a thread takes at least, on the way back
 Shape = tuple[tuple[int, int, int], ...]  # (in, out, copies) of each layer
 
@@ -62,7 +63,8 @@ def plan(counts: tuple[int, ...], shape: Shape, dtype: np.dtype) -> Plan:
         of_net.append(len(tiles))
     by_rows = sorted(range(len(tiles)), key=lambda k: tiles[k][0] - tiles[k][1])
     nets, strip = sorted(range(len(counts)), key=lambda t: -counts[t]), WIDE * lanes(dtype)
-    there = [[(k, *part) for k in by_rows for part in parts(out, strip)] for _, out, _ in shape[:-1]]
+    wide = strip if len(tiles) < MANY else widest
+    there = [[(k, *part) for k in by_rows for part in parts(out, wide)] for _, out, _ in shape[:-1]]
     back = [[(t, *part) for t in nets for part in parts(size_in, HIGH)] for size_in, _, _ in shape]
     ends = np.stack([np.cumsum([0, *(len(tasks) for tasks in kind)]) for kind in ([*there, []], back)])
     numbers, lists = int(places[-1]), [[task for tasks in kind for task in tasks] for kind in (there, back)]
