@@ -97,6 +97,13 @@ def copy(x, y):
 
 
 @njit(**options)
+def clear(x):
+    """x = 0: as an assignment to a slice it would take a second to compile."""
+    for c in range(x.shape[0]):
+        x[c] = 0
+
+
+@njit(**options)
 def add(x, y):
     """y += x."""
     for c in range(y.shape[0]):
@@ -258,8 +265,8 @@ def activation_adjoint(net, left, right, weights, gradients, starts, t, G, z_dot
     """z̄ = ā idt φ' + G idt φ'' ż, its sums b̄ over the rows, and those of idt: ā φ + G φ' ż."""
     idt, curved = vector_at(weights[net, IDT], right, t)[left:], np.empty(right - left, t.dtype)
     b_bar, idt_bar = vector_at(gradients[net, B], right, t)[left:], vector_at(gradients[net, IDT], right, t)[left:]
-    b_bar[:] = 0
-    idt_bar[:] = 0
+    clear(b_bar)
+    clear(idt_bar)
     for i in range(starts[net], starts[net + 1]):
         phi, a, z_bar = t[i][left:right], a_bar[i][left:right], pairs[starts[net] + i][left:right]
         product(G[i][left:right], z_dot[i][left:right], curved)
@@ -286,13 +293,13 @@ def _value_adjoint(
         net, left, right = tasks[n, 0], tasks[n, 1], tasks[n, 2]
         w, w_bar = vector_at(last_weights[net, W], right, t)[left:], vector_at(last_gradients[net, W], right, t)[left:]
         b_bar = vector_at(last_gradients[net, B], 1, t)
-        w_bar[:] = 0
+        clear(w_bar)
         total = t.dtype.type(0)
         for i in range(starts[net], starts[net + 1]):
             total += e_bar[i]
             add_scaled(a[i][left:right], e_bar[i], w_bar)
             add(a_dot[i][left:right], w_bar)
-            a_bar[i][left:right] = 0
+            clear(a_bar[i][left:right])
             add_scaled(w, e_bar[i], a_bar[i][left:right])
         if left == 0:
             b_bar[0] = total
@@ -307,7 +314,7 @@ def weight_gradient(task, shape, gradients, starts, x, x_dot, pairs):
     first, rows, wide = starts[net], starts[net + 1] - starts[net], pairs.shape[1]
     w_bar = matrix_at(gradients[net, W], shape[IN], size_out, x)
     y = w_bar[begin:end] if wide == size_out else np.empty((end - begin, wide), x.dtype)
-    y[:] = 0
+    clear(y.reshape(-1))
     for low in range(0, 2 * rows, CHUNK):
         high = min(low + CHUNK, 2 * rows)
         piece = np.empty((high - low, end - begin), x.dtype)
@@ -316,7 +323,8 @@ def weight_gradient(task, shape, gradients, starts, x, x_dot, pairs):
             copy(source[begin:end], piece[k - low])
         add_transposed_product(piece, pairs[2 * first + low : 2 * first + high], y)
     if wide != size_out:
-        w_bar[begin:end] = y[:, :size_out]
+        for k in range(begin, end):
+            copy(y[k - begin][:size_out], w_bar[k])
 
 
 @njit(**options)

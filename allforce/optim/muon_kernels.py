@@ -31,11 +31,19 @@ def piece_of(task, long):
 
 @njit(**options)
 def columns(x, left, right, out):
-    """out = x[:, left:right]."""
+    """x[:, left:right], in the first columns of out."""
     for k in range(out.shape[0]):
         source, target = x[k][left:right], out[k]
-        for c in range(target.shape[0]):
+        for c in range(source.shape[0]):
             target[c] = source[c]
+
+
+@njit(**options)
+def clear(x):
+    """x = 0: as an assignment to a slice it would take a second to compile."""
+    x = x.reshape(-1)
+    for n in range(x.shape[0]):
+        x[n] = 0
 
 
 # ---- the directions
@@ -47,7 +55,7 @@ def _sketch(begin, end, X, omega, Y):
         k, left, right = piece_of(task, X.shape[2])
         x = np.empty((X.shape[1], right - left), X.dtype)
         columns(X[k], left, right, x)
-        Y[k][left:right] = 0
+        clear(Y[k][left:right])
         add_transposed_product(x, omega, Y[k][left:right])
 
 
@@ -72,7 +80,7 @@ def cholesky(S):
 @njit(**options)
 def inverse_of_lower(L, inverse):
     """L⁻¹, row by row: (δ_i − Σ_{j<i} L_ij L⁻¹_j) / L_ii."""
-    inverse[:] = 0
+    clear(inverse)
     for i in range(L.shape[0]):
         row = inverse[i]
         for j in range(i):
@@ -92,13 +100,15 @@ def _orthonormal(begin, end, Y, smallest, jitter, P):
     for k in range(begin, end):
         size = np.sqrt(sum_of_squares(Y[k].reshape(-1)))
         scaled(Y[k].reshape(-1), 1 / max(size, smallest), y.reshape(-1))
-        S[:] = 0
+        clear(S)
         add_transposed_product(y, y, S)
         for i in range(rank):
             S[i, i] += jitter
         cholesky(S)
         inverse_of_lower(S, inverse)
-        S[:] = inverse.T
+        for i in range(rank):
+            for j in range(rank):
+                S[i, j] = inverse[j, i]
         out = np.zeros_like(y)
         add_plain_product(y, S, 0, rank, out)
         scaled(out.reshape(-1), 1.0, P[k].reshape(-1))
@@ -129,7 +139,7 @@ def orthonormal(Y, smallest, jitter, P, pool):
 def _narrow(begin, end, X, P, B):
     for task in range(begin, end):
         k, first, last = piece_of(task, X.shape[1])
-        B[k][first:last] = 0
+        clear(B[k][first:last])
         add_plain_product(X[k][first:last], P[k], 0, P.shape[2], B[k][first:last])
 
 
@@ -145,7 +155,7 @@ def _gram(begin, end, B, R):
         k, left, right = piece_of(task, B.shape[2])
         b = np.empty((B.shape[1], right - left), B.dtype)
         columns(B[k], left, right, b)
-        R[k][left:right] = 0
+        clear(R[k][left:right])
         add_transposed_product(b, B[k], R[k][left:right])
 
 
@@ -191,7 +201,7 @@ def _inverse_root(begin, end, R, coefficients, smallest, rounding, Q):
     lanes = VECTOR // R.itemsize
     for k in range(begin, end):
         A = np.zeros((side, -(-side // lanes) * lanes), R.dtype)
-        A[:, :side] = R[k]
+        columns(R[k], 0, side, A)
         size = max(np.sqrt(sum_of_squares(A.reshape(-1))), smallest)
         scaled(A.reshape(-1), R.dtype.type(1 / size), A.reshape(-1))
         square = times(A, A)
@@ -206,7 +216,7 @@ def _inverse_root(begin, end, R, coefficients, smallest, rounding, Q):
             Z = polynomial(A, times(A, A), coefficients[c])
             total = times(total, Z)
         scaled(total.reshape(-1), R.dtype.type(1 / np.sqrt(size * bound)), total.reshape(-1))
-        Q[k] = total[:, :side]
+        columns(total, 0, side, Q[k])
 
 
 @njit(**options)
