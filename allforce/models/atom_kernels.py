@@ -1,4 +1,4 @@
-"""Compiled loops for CPUs (numba) over atoms: forces from edges, the descriptor from T, the layers of a net."""
+"""Compiled loops for CPUs (numba) over atoms: forces from edges, the descriptor from T."""
 
 from __future__ import annotations
 
@@ -120,34 +120,3 @@ def _gram_gradient(begin, end, g, T, M2, out):
 def gram_gradient(g, T, M2, out, pool):
     """out = ∂<g, TᵀT[:, :M2]>/∂T for T and out (N, 4, M1), g in the first M1·M2 columns of an array."""
     spread(_gram_gradient, g.shape[0], (g, T, M2, out), pool)
-
-
-@njit(**options)
-def _tanh_layer(begin, end, t, idt, x, copies, a, steep):
-    for i in range(begin, end):
-        for k in range(t.shape[1]):
-            a[i, k] = t[i, k] * idt[k]
-            steep[i, k] = (1.0 - t[i, k] * t[i, k]) * idt[k]
-        for copy in range(copies):
-            for k in range(x.shape[1]):
-                a[i, copy * x.shape[1] + k] += x[i, k]
-
-
-@njit(**options)
-def tanh_layer(t, idt, x, copies, a, steep, pool):
-    """a = idt·t + copies of x beside each other, steep = idt·(1 − t²), for t = tanh(z) (n, out), x (n, in)."""
-    spread(_tanh_layer, t.shape[0], (t, idt, x, copies, a, steep), pool)
-
-
-@njit(**options)
-def tanh_adjoint(t, idt, steep, a_bar, G, z_dot, z_bar, b_bar, idt_bar):
-    """z̄ = ā idt φ' + G idt φ'' ż, its sums b̄ over the rows, and those of idt: ā φ + G φ' ż."""
-    b_bar[:] = 0.0
-    idt_bar[:] = 0.0
-    for i in range(t.shape[0]):
-        for k in range(t.shape[1]):
-            w = G[i, k] * z_dot[i, k]
-            z = steep[i, k] * (a_bar[i, k] - 2.0 * t[i, k] * w)
-            z_bar[i, k] = z
-            b_bar[k] += z
-            idt_bar[k] += a_bar[i, k] * t[i, k] + w * (1.0 - t[i, k] * t[i, k])

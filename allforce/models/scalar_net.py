@@ -19,10 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from allforce.models import atom_kernels
-from allforce.models.kernels import compiled
 from allforce.models.layers import Layer, Net
-from allforce.models.pool import threads
+from allforce.models.scalar_sweeps import Sweeps, gradient_target, suits
 
 
 @dataclass
@@ -32,8 +30,8 @@ class LayerRecord:
     x: Tensor  # a_{l-1}, what came in
     a: Tensor  # a_l, what goes out
     t: Tensor  # φ(z)
-    d: Tensor | None  # φ'(z), None where it follows from t
-    dd: Tensor | None  # φ''(z), the same
+    d: Tensor  # φ'(z)
+    dd: Tensor | None  # φ''(z), None where no second derivative is asked for
     slope: Tensor  # idt φ'(z)
     G: Tensor | None = None  # ∂e/∂a_l
     g: Tensor | None = None  # ∂e/∂z
@@ -41,11 +39,6 @@ class LayerRecord:
 
 def activate(layer: Layer, z: Tensor, x: Tensor, second: bool) -> LayerRecord:
     """The layer from z = x w + b on; z is overwritten."""
-    if layer.activation.lower() == "tanh" and compiled(z):
-        t, a, slope = z.tanh_(), torch.empty_like(z), torch.empty_like(z)
-        arrays = (y.detach().numpy() for y in (t, idt_or_one(layer), x))
-        atom_kernels.tanh_layer(*arrays, layer.copies, a.numpy(), slope.numpy(), threads(a.numel() // 16))
-        return LayerRecord(x, a, t, None, None, slope)
     t, d, dd = slopes(layer, z, second)
     a, slope = (t.clone(), d) if layer.idt is None else (t * layer.idt, d * layer.idt)
     return LayerRecord(x, add_residual(a, x, layer.copies), t, d, dd, slope)
@@ -53,19 +46,10 @@ def activate(layer: Layer, z: Tensor, x: Tensor, second: bool) -> LayerRecord:
 
 def activation_adjoint(layer: Layer, c: LayerRecord, a_bar: Tensor, z_dot: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """z̄ (n, out), and the gradients of b and of idt."""
-    assert c.G is not None
-    if c.d is None or c.dd is None:
-        z_bar, b_bar, idt_bar = torch.empty_like(c.t), torch.empty_like(layer.b), torch.empty_like(layer.b)
-        arrays = (y.detach().numpy() for y in (c.t, idt_or_one(layer), c.slope, a_bar, c.G, z_dot))
-        atom_kernels.tanh_adjoint(*arrays, z_bar.numpy(), b_bar.numpy(), idt_bar.numpy())
-        return z_bar, b_bar, idt_bar
+    assert c.G is not None and c.dd is not None
     curved = c.dd * z_dot if layer.idt is None else c.dd * z_dot * layer.idt
     z_bar = (a_bar * c.slope).addcmul_(c.G, curved)
     return z_bar, z_bar.sum(0), (a_bar * c.t).addcmul_(c.G, c.d * z_dot).sum(0)
-
-
-def idt_or_one(layer: Layer) -> Tensor:
-    return torch.ones_like(layer.b) if layer.idt is None else layer.idt
 
 
 def slopes(layer: Layer, z: Tensor, second: bool) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -100,8 +84,6 @@ def forward_and_back(net: Net, x: Tensor, second: bool, e: Tensor, gradient: Ten
         x = tape[-1].a
     e.copy_(torch.addmm(last.b, x, last.w)[:, 0])
     G = last.w[:, 0].expand(len(x), -1)
-    if second:  # the compiled loops of the second derivative want it in one piece
-        G = G.contiguous()
     if not hidden:
         gradient.copy_(G)
     for n in reversed(range(len(hidden))):
@@ -135,18 +117,18 @@ def tangent_and_adjoint(net: Net, tape: list[LayerRecord], e_bar: Tensor, v: Ten
     return gradients
 
 
-def gradient_target(parameter: Tensor) -> Tensor | None:
-    """Where the trainer wants this gradient to lie, so that it need not be moved there; None: anywhere."""
-    target = getattr(parameter, "gradient_target", None)
-    return None if target is None else target.take()
-
-
 class ValueAndGradient(torch.autograd.Function):
     """(e (N,), ∂e/∂x (N, m)) of x (N, m), rows counts[t] of net t; the last arguments are the nets' parameters."""
 
     @staticmethod
     def forward(ctx, x: Tensor, nets: Sequence[Net], counts: Sequence[int], *parameters: Tensor):
-        e, gradient, second = x.new_empty(len(x)), torch.empty_like(x), any(ctx.needs_input_grad)
+        second = any(ctx.needs_input_grad)
+        if suits(nets, x):
+            sweeps = Sweeps(nets, counts, x)
+            ctx.sweeps = sweeps if second else None
+            return sweeps.values_and_gradients()
+        ctx.sweeps = None
+        e, gradient = x.new_empty(len(x)), torch.empty_like(x)
         parts = zip(nets, *(y.split(list(counts)) for y in (x, e, gradient)), strict=True)
         tapes = [forward_and_back(net, rows, second, value, slope) for net, rows, value, slope in parts]
         ctx.nets, ctx.counts, ctx.tapes = nets, list(counts), tapes if second else None
@@ -157,6 +139,9 @@ class ValueAndGradient(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, e_bar: Tensor, v: Tensor):
+        if ctx.sweeps is not None:
+            x_bar, gradients = ctx.sweeps.adjoints(e_bar, v, ctx.needs_input_grad[0])
+            return x_bar, None, None, *gradients
         x_bar = torch.empty_like(v) if ctx.needs_input_grad[0] else None
         wanted = x_bar.split(ctx.counts) if x_bar is not None else [None] * len(ctx.nets)
         rows = (y.split(ctx.counts) for y in (e_bar, v.contiguous(), ctx.saved_tensors[0].detach()))

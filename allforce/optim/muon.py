@@ -28,16 +28,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import comb, prod, sqrt
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from allforce.config.keys import Int
 from allforce.config.section import WIDEST, Section, key
 from allforce.distributed.comm import Comm
+from allforce.models.kernels import compiled
+from allforce.models.pool import threads
+from allforce.optim import muon_kernels
 from allforce.optim.optimizer import TYPE_HELP, Optimizer, Parameters
 
 EPSILON = 1e-8  # of Adam
@@ -107,6 +111,8 @@ class Matrices:
         width = kept_side(shape, rank)
         self._omega = random_matrix(max(shape), width).to(device) if width < min(shape) else None
         self._basis, self._narrow = self.ahead, self.ahead  # P (k, short, r) and B (k, long, r) of the last step
+        whole = width % 16 == 0 and min(shape) % 8 == 0  # the loops take whole registers
+        self._loops = self._omega is not None and self.tall and whole and compiled(self.momentum)
         self._in_place = self._values[0].dtype == torch.float32 and 2 * prod(shape) * width >= LARGE
 
     def gram(self, beta: float) -> Tensor:
@@ -117,15 +123,24 @@ class Matrices:
         self.momentum.lerp_(self.ahead, (1 - beta) * self.used)
         self.ahead.lerp_(self.momentum, beta)
         X = self.ahead if self.tall else self.ahead.mT  # (k, long, short)
-        if self._omega is not None:
-            self._basis = orthonormal(product(X.mT, self._omega.expand(len(X), -1, -1)))
-            X = product(X, self._basis)
-        self._narrow = X
-        return product(X.mT, X)
+        if self._omega is None:
+            self._narrow = X
+            return product(X.mT, X)
+        if self._loops:
+            self._basis, self._narrow, R = directions(X, self._omega)
+            return R
+        self._basis = orthonormal(product(X.mT, self._omega.expand(len(X), -1, -1)))
+        self._narrow = product(X, self._basis)
+        return product(self._narrow.mT, self._narrow)
 
     def move(self, root: Tensor, rate: float, weight_decay: float) -> None:
         """Along U = B R^(-1/2) Pᵀ; large matrices of the same precision take the product where they lie."""
         root = root * (self.scale * self.used)
+        if self._loops:
+            right = back_to_columns(root, self._basis)
+            for value, left, columns in zip(self._matrices, self._narrow, right, strict=True):
+                move(value, left, columns, 1 - rate * weight_decay, rate)
+            return
         left, right = self._narrow, root if self._omega is None else product(root, self._basis.mT)
         if not self.tall:
             left, right = right.mT, left.mT
@@ -284,6 +299,32 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return out
 
 
+def directions(X: Tensor, omega: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """P, B and R of X (k, long, short) by compiled loops."""
+    (k, long, short), r = X.shape, omega.shape[1]
+    Y, P, B, R = (X.new_empty(k, n, r) for n in (short, short, long, r))
+    pool = threads(X.numel() // 16)
+    muon_kernels.sketch(X.numpy(), omega.numpy(), Y.numpy(), pool)
+    muon_kernels.orthonormal(Y.numpy(), SMALLEST, JITTER, P.numpy(), pool)
+    muon_kernels.narrow(X.numpy(), P.numpy(), B.numpy(), pool)
+    muon_kernels.gram(B.numpy(), R.numpy(), pool)
+    return P, B, R
+
+
+def back_to_columns(root: Tensor, P: Tensor) -> Tensor:
+    """R^(-1/2) Pᵀ (k, r, short) by compiled loops."""
+    out = P.new_empty(len(P), P.shape[2], P.shape[1])
+    muon_kernels.back_to_columns(root.numpy(), P.numpy(), out.numpy(), threads(P.numel()))
+    return out
+
+
+def move(value: Tensor, left: Tensor, right: Tensor, keep: float, rate: float) -> None:
+    """p ← keep p − rate (left right) by compiled loops."""
+    p = value.detach().numpy()
+    numbers = p.dtype.type(keep), p.dtype.type(rate)
+    muon_kernels.move(p, left.numpy(), right.numpy(), *numbers, threads(value.numel() // 16))
+
+
 @lru_cache(maxsize=64)
 def random_matrix(long: int, rank: int) -> Tensor:
     """Ω, the same in every step, on every worker and in every run."""
@@ -317,6 +358,10 @@ def inverse_root(R: Tensor) -> Tensor:
 
     (tr R⁴)^(1/4) bounds the largest eigenvalue from above, closely, and R² is needed anyway.
     """
+    if compiled(R):
+        Q, pool = torch.empty_like(R), threads(R.numel() // 4)
+        muon_kernels.inverse_root(R.numpy(), loop_coefficients(), SMALLEST, ROUNDING, Q.numpy(), pool)
+        return Q
     size = torch.linalg.matrix_norm(R, keepdim=True).clamp_(min=SMALLEST)  # (k, 1, 1)
     R = R / size
     square = torch.bmm(R, R)
@@ -329,6 +374,12 @@ def inverse_root(R: Tensor) -> Tensor:
         Z = polynomial(R, torch.bmm(R, R), *coefficients)
         Q = torch.bmm(Q, Z)
     return Q / (size * bound).sqrt()
+
+
+@cache
+def loop_coefficients() -> np.ndarray:
+    """(steps, 5); those of the first step for powers of R - 1/2."""
+    return np.array([about(0.5, COEFFICIENTS[0]), *COEFFICIENTS[1:]], dtype=np.float32)
 
 
 def polynomial(R: Tensor, square: Tensor, a: float, b: float, c: float, d: float, e: float) -> Tensor:

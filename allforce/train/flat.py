@@ -85,7 +85,8 @@ class FlatParameters:
         gradients = torch.autograd.grad(loss * scale, self.parameters, materialize_grads=True)
         if first:  # what a function has put into its target already stays there
             moves = [(to, g) for to, g in zip(self._gradients, gradients, strict=True) if to.data_ptr() != g.data_ptr()]
-            torch._foreach_copy_([to for to, _ in moves], [g for _, g in moves])
+            if moves:
+                torch._foreach_copy_([to for to, _ in moves], [g for _, g in moves])
             self.sums.copy_(sums)
         else:
             torch._foreach_add_(self._gradients, gradients)

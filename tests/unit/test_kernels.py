@@ -19,11 +19,13 @@ from allforce.models import (
     kernels,
     pinet2_kernels,
     pinet_kernels,
+    scalar_kernels,
     tanh,
     triple_kernels,
 )
 from allforce.models.pool import gomp_parallel, spread
 from allforce.models.tanh import tanh_of_all
+from allforce.optim import muon_kernels
 
 
 def test_a_change_of_the_splines_cannot_meet_old_loops():
@@ -52,12 +54,13 @@ def digest(name: str) -> str:
 def test_loops_are_compiled_anew_with_the_code_that_they_include():
     """When this fails, write the digest that it shows: the file with the loops is then another one for numba."""
     assert digest("pool") == kernels.POOL
-    multiplying = dense_kernels, frozen_nets, frozen_table
+    multiplying = dense_kernels, frozen_nets, frozen_table, muon_kernels, scalar_kernels
     including = (atom_kernels, attention_kernels, pinet_kernels, pinet2_kernels, tanh, triple_kernels, *multiplying)
     assert {module.KERNELS for module in including} == {digest("kernels")}
     assert {module.PRODUCTS for module in multiplying} == {digest("products")}
-    assert {module.TANH for module in (dense_kernels, frozen_nets)} == {digest("tanh")}
+    assert {module.TANH for module in (dense_kernels, frozen_nets, scalar_kernels)} == {digest("tanh")}
     assert pinet_kernels.DENSE == digest("dense_kernels")
+    assert {module.PLAIN for module in (muon_kernels, scalar_kernels)} == {digest("plain_products")}
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])

@@ -225,3 +225,48 @@ def test_shared_out_is_the_same_to_the_bit(workers):
             worker.parameters.flat[0].copy_(total)
         assert torch.equal(total, alone.parameters.flat[0])
     assert sum(g.momentum.numel() for w in shared for g in w.groups) == sum(g.momentum.numel() for g in alone.groups)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(400, 240), (136, 136), (64, 40)])
+def test_compiled_loops_move_as_tensor_operations_do(shape, dtype, monkeypatch):
+    """Two matrices, of which the second has no gradient, and on two threads to the bit what one thread gives."""
+    rng = torch.Generator().manual_seed(3)
+    size = torch.logspace(0, -2, min(shape))
+    gradient = torch.randn(shape, generator=rng) * size if shape[0] > 64 else torch.randn(shape, generator=rng)
+
+    def moved(threads):
+        torch.set_num_threads(threads)
+        model = nn.ParameterList([nn.Parameter(torch.ones(shape, dtype=dtype)) for _ in range(2)])
+        flat = FlatParameters(model, 0)
+        optimizer = muon.HybridMuon(flat, muon.HybridMuonConfig())
+        for _ in range(2):
+            flat.gradient.zero_()
+            flat.gradient_views["0"].copy_(gradient)
+            optimizer.step(0.01)
+        return flat.flat[0].clone()
+
+    before = torch.get_num_threads()
+    try:
+        alone = moved(1)
+        monkeypatch.setattr("allforce.models.pool.ENOUGH", 0)
+        assert torch.equal(moved(2), alone)
+        monkeypatch.setenv("ALLFORCE_KERNELS", "torch")
+        expected = moved(1)
+    finally:
+        torch.set_num_threads(before)
+    assert (alone - expected).abs().max() <= 2e-3 * (expected - 1).abs().max()
+    assert (expected - 1).abs().max() > 0.001
+
+
+@pytest.mark.parametrize("side", [3, 50, 64, 100])
+def test_roots_of_compiled_loops(side, monkeypatch):
+    """Where the iteration has converged, both are R^(-1/2) within SPREAD, and equal but for rounding."""
+    rng = torch.Generator().manual_seed(side)
+    B = torch.randn(2, 2 * side, side, generator=rng)
+    R = B.mT @ B
+    found = muon.inverse_root(R)
+    monkeypatch.setenv("ALLFORCE_KERNELS", "torch")
+    expected = muon.inverse_root(R)
+    assert (found - expected).abs().max() <= 2e-3 * expected.abs().max()
+    assert (torch.linalg.svdvals(B @ found) - 1).abs().max() <= muon.SPREAD + 0.01

@@ -1,0 +1,260 @@
+"""Compiled loops for CPUs (numba) of HybridMuon's update, see muon.py for letters and equations.
+
+Of stacks of matrices (k, ·, ·) every thread takes pieces: columns of X for Y = Xᵀ Ω, rows of X for B = X P and for the
+product that moves a parameter, whole matrices for what is r × r. What becomes of a matrix does not depend on the others
+in its stack, nor on the number of threads.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from allforce.models.kernels import inline, options
+from allforce.models.plain_products import add_plain_product, times_transposed
+from allforce.models.pool import spread
+from allforce.models.products import VECTOR, add_transposed_product
+
+# digests of other files, see atom_kernels.py
+KERNELS, PRODUCTS, PLAIN = "b90919f2", "58a70ff6", "4f3ef42c"
+
+PIECE = 32  # rows or columns of a large matrix
+
+
+@njit(**inline)
+def piece_of(task, long):
+    """Matrix, first row and row behind the last, of those that are `long`."""
+    pieces = -(-long // PIECE)
+    first = task % pieces * PIECE
+    return task // pieces, first, min(first + PIECE, long)
+
+
+@njit(**options)
+def columns(x, left, right, out):
+    """x[:, left:right], in the first columns of out."""
+    for k in range(out.shape[0]):
+        source, target = x[k][left:right], out[k]
+        for c in range(source.shape[0]):
+            target[c] = source[c]
+
+
+@njit(**options)
+def clear(x):
+    """x = 0: as an assignment to a slice it would take a second to compile."""
+    x = x.reshape(-1)
+    for n in range(x.shape[0]):
+        x[n] = 0
+
+
+# ---- the directions
+
+
+@njit(**options)
+def _sketch(begin, end, X, omega, Y):
+    for task in range(begin, end):
+        k, left, right = piece_of(task, X.shape[2])
+        x = np.empty((X.shape[1], right - left), X.dtype)
+        columns(X[k], left, right, x)
+        clear(Y[k][left:right])
+        add_transposed_product(x, omega, Y[k][left:right])
+
+
+@njit(**options)
+def sketch(X, omega, Y, pool):
+    """Y = Xᵀ Ω (k, short, r), r whole registers."""
+    spread(_sketch, X.shape[0] * -(-X.shape[2] // PIECE), (X, omega, Y), pool)
+
+
+@njit(**options)
+def cholesky(S):
+    """L with L Lᵀ = S, in the lower part of S."""
+    for i in range(S.shape[0]):
+        for j in range(i + 1):
+            a, b = S[i][:j], S[j][:j]
+            total = S[i, j]
+            for c in range(a.shape[0]):
+                total -= a[c] * b[c]
+            S[i, j] = total / S[j, j] if j < i else np.sqrt(max(total, 1e-300))
+
+
+@njit(**options)
+def inverse_of_lower(L, inverse):
+    """L⁻¹, row by row: (δ_i − Σ_{j<i} L_ij L⁻¹_j) / L_ii."""
+    clear(inverse)
+    for i in range(L.shape[0]):
+        row = inverse[i]
+        for j in range(i):
+            factor, other = L[i, j], inverse[j]
+            for c in range(row.shape[0]):
+                row[c] -= factor * other[c]
+        row[i] += 1
+        factor = 1 / L[i, i]
+        for c in range(row.shape[0]):
+            row[c] *= factor
+
+
+@njit(**options)
+def _orthonormal(begin, end, Y, smallest, jitter, P):
+    rank = Y.shape[2]
+    y, S, inverse = np.empty((Y.shape[1], rank)), np.empty((rank, rank)), np.empty((rank, rank))
+    for k in range(begin, end):
+        size = np.sqrt(sum_of_squares(Y[k].reshape(-1)))
+        scaled(Y[k].reshape(-1), 1 / max(size, smallest), y.reshape(-1))
+        clear(S)
+        add_transposed_product(y, y, S)
+        for i in range(rank):
+            S[i, i] += jitter
+        cholesky(S)
+        inverse_of_lower(S, inverse)
+        for i in range(rank):
+            for j in range(rank):
+                S[i, j] = inverse[j, i]
+        out = np.zeros_like(y)
+        add_plain_product(y, S, 0, rank, out)
+        scaled(out.reshape(-1), 1.0, P[k].reshape(-1))
+
+
+@njit(**options)
+def sum_of_squares(x):
+    total = 0.0
+    for n in range(x.shape[0]):
+        total += np.float64(x[n]) * np.float64(x[n])
+    return total
+
+
+@njit(**options)
+def scaled(x, factor, y):
+    """y = factor x."""
+    for n in range(y.shape[0]):
+        y[n] = factor * x[n]
+
+
+@njit(**options)
+def orthonormal(Y, smallest, jitter, P, pool):
+    """P (k, short, r), as muon.orthonormal."""
+    spread(_orthonormal, Y.shape[0], (Y, smallest, jitter, P), pool)
+
+
+@njit(**options)
+def _narrow(begin, end, X, P, B):
+    for task in range(begin, end):
+        k, first, last = piece_of(task, X.shape[1])
+        clear(B[k][first:last])
+        add_plain_product(X[k][first:last], P[k], 0, P.shape[2], B[k][first:last])
+
+
+@njit(**options)
+def narrow(X, P, B, pool):
+    """B = X P (k, long, r)."""
+    spread(_narrow, X.shape[0] * -(-X.shape[1] // PIECE), (X, P, B), pool)
+
+
+@njit(**options)
+def _gram(begin, end, B, R):
+    for task in range(begin, end):
+        k, left, right = piece_of(task, B.shape[2])
+        b = np.empty((B.shape[1], right - left), B.dtype)
+        columns(B[k], left, right, b)
+        clear(R[k][left:right])
+        add_transposed_product(b, B[k], R[k][left:right])
+
+
+@njit(**options)
+def gram(B, R, pool):
+    """R = Bᵀ B (k, r, r)."""
+    spread(_gram, B.shape[0] * -(-B.shape[2] // PIECE), (B, R), pool)
+
+
+# ---- the iteration
+
+
+@njit(**options)
+def times(x, y):
+    """x y of square matrices with rows filled up to whole registers."""
+    out = np.zeros_like(x)
+    add_plain_product(x, y, 0, y.shape[1], out)
+    return out
+
+
+@njit(**options)
+def combined(a, x, b, y, c):
+    """a x + b y + c 1."""
+    out = np.empty_like(x)
+    p, q, z = x.reshape(-1), y.reshape(-1), out.reshape(-1)
+    for n in range(z.shape[0]):
+        z[n] = a * p[n] + b * q[n]
+    for i in range(x.shape[0]):
+        out[i, i] += c
+    return out
+
+
+@njit(**options)
+def polynomial(R, square, c):
+    """c_0 + c_1 R + R² (c_2 + c_3 R + c_4 R²)."""
+    one = R.dtype.type(1)
+    return combined(one, times(square, combined(c[4], square, c[3], R, c[2])), c[1], R, c[0])
+
+
+@njit(**options)
+def _inverse_root(begin, end, R, coefficients, smallest, rounding, Q):
+    side, one, none = R.shape[1], R.dtype.type(1), R.dtype.type(0)
+    lanes = VECTOR // R.itemsize
+    for k in range(begin, end):
+        A = np.zeros((side, -(-side // lanes) * lanes), R.dtype)
+        columns(R[k], 0, side, A)
+        size = max(np.sqrt(sum_of_squares(A.reshape(-1))), smallest)
+        scaled(A.reshape(-1), R.dtype.type(1 / size), A.reshape(-1))
+        square = times(A, A)
+        bound = rounding * max(np.sqrt(np.sqrt(sum_of_squares(square.reshape(-1)))), 1e-3)
+        scaled(A.reshape(-1), R.dtype.type(1 / bound), A.reshape(-1))
+        scaled(square.reshape(-1), R.dtype.type(1 / bound**2), square.reshape(-1))
+        half = combined(one, A, none, A, R.dtype.type(-0.5))  # see muon.inverse_root
+        Z = polynomial(half, combined(one, square, -one, A, R.dtype.type(0.25)), coefficients[0])
+        total = Z
+        for c in range(1, coefficients.shape[0]):
+            A = times(times(A, Z), Z)
+            Z = polynomial(A, times(A, A), coefficients[c])
+            total = times(total, Z)
+        scaled(total.reshape(-1), R.dtype.type(1 / np.sqrt(size * bound)), total.reshape(-1))
+        columns(total, 0, side, Q[k])
+
+
+@njit(**options)
+def inverse_root(R, coefficients, smallest, rounding, Q, pool):
+    """Q with Q R Q ≈ 1, as muon.inverse_root."""
+    spread(_inverse_root, R.shape[0], (R, coefficients, smallest, rounding, Q), pool)
+
+
+# ---- the parameters
+
+
+@njit(**options)
+def _back_to_columns(begin, end, root, P, out):
+    for task in range(begin, end):
+        k, first, last = piece_of(task, P.shape[1])
+        times_transposed(root[k], P[k], first, last, out[k])
+
+
+@njit(**options)
+def back_to_columns(root, P, out, pool):
+    """R^(-1/2) Pᵀ (k, r, short), for a symmetric root; `short` is a multiple of 8."""
+    spread(_back_to_columns, P.shape[0] * -(-P.shape[1] // PIECE), (root, P, out), pool)
+
+
+@njit(**options)
+def _move(begin, end, value, left, right, keep, rate):
+    lanes = VECTOR // left.itemsize
+    for task in range(begin, end):
+        _, first, last = piece_of(task, value.shape[0])
+        U = np.zeros((last - first, -(-value.shape[1] // lanes) * lanes), left.dtype)
+        add_plain_product(left[first:last], right, 0, value.shape[1], U)
+        for i in range(last - first):
+            p, u = value[first + i], U[i]
+            for c in range(p.shape[0]):
+                p[c] = keep * p[c] - rate * u[c]
+
+
+@njit(**options)
+def move(value, left, right, keep, rate, pool):
+    """p ← keep p − rate (left right), of one matrix; keep and rate in its precision."""
+    spread(_move, -(-value.shape[0] // PIECE), (value, left, right, keep, rate), pool)
