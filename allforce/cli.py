@@ -30,6 +30,7 @@ from allforce.commands import (
 )
 from allforce.distributed import ENGINES
 from allforce.errors import UserError, file_problem
+from allforce.later import postpone
 from allforce.logs import LEVELS
 
 BACKENDS = {
@@ -325,6 +326,7 @@ def main(argv: list[str] | None = None) -> int:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, TextIOWrapper):  # a terminal without Å and µ gets \xc5 and \xb5
                 stream.reconfigure(errors="backslashreplace")
+        postpone()
     top = parser()
     args, rest = top.parse_known_args(argv)
     if args.command in ELSEWHERE:
