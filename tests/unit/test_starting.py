@@ -63,3 +63,32 @@ def test_postponed_modules_work_when_they_are_used():
         "print(torch.addbmm(*(torch.empty(s, device='meta') for s in ((2, 4), (5, 2, 3), (5, 3, 4)))).shape)"
     )
     assert good(code) == "2.0 File True\ntorch.Size([2, 4])\n"
+
+
+LEAVING = """
+import atexit, os, sys, threading, time
+from allforce.cli import leave
+class Late:
+    def __del__(self): os.write(1, b"taken apart\\n")
+late, ended = Late(), threading.Event()
+atexit.register(print, "said goodbye")
+print("worked", end=" ")
+"""
+
+
+def test_process_is_left_with_its_code_when_all_is_written_and_said():
+    done = run(LEAVING + "leave(3)")
+    assert (done.returncode, done.stdout) == (3, "worked said goodbye\n")
+
+
+@pytest.mark.parametrize("why", ["a thread has work to do", "a tool waits for the end", "nobody reads"])
+def test_process_ends_as_always(why):
+    code = LEAVING
+    if why == "a thread has work to do":
+        code += "threading.Thread(target=ended.wait).start()\n"
+    elif why == "a tool waits for the end":
+        code += "os.environ['LD_PRELOAD'] = ''\n"
+    else:
+        code += "sys.stdout.flush(); sys.stderr = open('/dev/full', 'w'); sys.stderr.write('x')\n"
+    done = run(code + "leave(3); ended.set(); sys.stderr = sys.__stderr__; sys.exit(4)")
+    assert done.returncode == 4 and sorted(done.stdout.split("\n")) == ["", "taken apart", "worked said goodbye"]
