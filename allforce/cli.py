@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import os
 import sys
+import threading
 from argparse import ArgumentParser
 from io import TextIOWrapper
 
@@ -30,6 +32,7 @@ from allforce.commands import (
 )
 from allforce.distributed import ENGINES
 from allforce.errors import UserError, file_problem
+from allforce.later import postpone
 from allforce.logs import LEVELS
 
 BACKENDS = {
@@ -320,11 +323,30 @@ def _report(commands) -> None:
     p.add_argument("--port", type=_count, default=0, help="port of --watch; 0: any")
 
 
+def leave(code: int) -> None:
+    """End the process as Python does, but without the 0.1 s in which torch's libraries take themselves apart.
+
+    Not where somebody waits for just that: a thread that has work to do, or a tool that was loaded before the program.
+    """
+    busy = [t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]
+    if busy or "LD_PRELOAD" in os.environ:
+        return
+    atexit._run_exitfuncs()
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+    except (OSError, ValueError):  # of which Python itself tells
+        return
+    os._exit(code)
+
+
 def main(argv: list[str] | None = None) -> int:
     if argv is None:  # a process of its own
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, TextIOWrapper):  # a terminal without Å and µ gets \xc5 and \xb5
                 stream.reconfigure(errors="backslashreplace")
+        postpone()
     top = parser()
     args, rest = top.parse_known_args(argv)
     if args.command in ELSEWHERE:
@@ -349,6 +371,8 @@ def main(argv: list[str] | None = None) -> int:
         code = args.run(args) or 0
         if argv is None:
             gc.freeze()  # to look through all of torch's objects for cycles would keep the terminal for a second
+            if getattr(args, "alone", False):
+                leave(code)
         return code
     except UserError as error:
         print(f"dp {args.command}: error: {error}", file=sys.stderr)

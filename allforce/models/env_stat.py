@@ -48,12 +48,14 @@ def environment_sums(sample: Sample, config: Any, slots: int) -> np.ndarray:
         for frame, (i, j, r) in sample.prepared():
             R = environment(torch.from_numpy(r), config.rcut_smth, config.rcut, config.env_protection).numpy()
             centre = frame.type[i]
-            R = R * visible[centre, frame.type[j]][:, None]  # (E, 4)
+            if config.exclude_types:
+                R = R * visible[centre, frame.type[j]][:, None]
+            s, x, y, z = R.T  # (E,) each
             sums = np.zeros((nt, 2, 3))
-            for part, values in enumerate((R[:, :1], R[:, 1:])):
-                sums[:, part, 0] = np.bincount(frame.type, minlength=nt) * slots * values.shape[1]
-                sums[:, part, 1] = np.bincount(centre, values.sum(axis=1), minlength=nt)
-                sums[:, part, 2] = np.bincount(centre, (values**2).sum(axis=1), minlength=nt)
+            sums[:, :, 0] = np.bincount(frame.type, minlength=nt)[:, None] * slots * [1, 3]
+            for part, total, squares in ((0, s, s * s), (1, x + y + z, x * x + y * y + z * z)):
+                sums[:, part, 1] = np.bincount(centre, total, minlength=nt)
+                sums[:, part, 2] = np.bincount(centre, squares, minlength=nt)
             yield sums.ravel()
 
     return sample.sum_rows(rows(), nt * 6).reshape(nt, 2, 3)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from importlib import import_module
 
 import numpy as np
 import torch
@@ -69,13 +70,17 @@ class Grid:
     def solve(self, values: np.ndarray) -> np.ndarray:
         """C (K, n) of the curves with these values (K, n) at the nodes: M C = values, where M_nk = B_k(node n) is zero
         for |n - k| >= WIDTH."""
-        from scipy.linalg import solve_banded  # here: a tenth of a second, which commands without a model are spared
+        # scipy.linalg.lapack.dgbsv where it lives: the rest of scipy.linalg takes a tenth of a second to be imported
+        dgbsv = import_module("scipy.linalg._flapack").dgbsv
 
         first, splines, _ = self.weights(torch.from_numpy(self.nodes()))
         node, spline = np.arange(self.K)[:, None], first.numpy()[:, None] + np.arange(WIDTH)
-        band = np.zeros((2 * WIDTH - 1, self.K))
-        band[WIDTH - 1 + node - spline, spline] = splines.numpy()
-        return solve_banded((WIDTH - 1, WIDTH - 1), band, values)
+        side = WIDTH - 1  # diagonals on each side of the main one, and as many rows above them for LAPACK's own use
+        band = np.zeros((3 * side + 1, self.K))
+        band[2 * side + node - spline, spline] = splines.numpy()
+        *_, C, failed = dgbsv(side, side, band, np.asarray_chkfinite(values), overwrite_ab=True)
+        assert failed == 0
+        return C
 
     def collocation_inverse(self) -> np.ndarray:
         """(K, K) M⁻¹ with M_nk = B_k(node n)."""

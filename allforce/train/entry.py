@@ -60,6 +60,7 @@ def train(args: Namespace) -> int:
             raise
         return give_up(error, comm, collector)
     comm.close()
+    args.alone = comm.size == 1 and world.launcher == "none" and device.type == "cpu"  # no library has to say goodbye
     return code
 
 
