@@ -36,9 +36,6 @@ def train(args: Namespace) -> int:
     if starts_workers(args):  # this process waits for them, and needs no torch for that
         return train_with_workers(args)
     with loading():
-        from allforce.ahead import load_ahead
-
-        load_ahead()
         from allforce.train.torch_calls import check_torch
 
         check_torch()

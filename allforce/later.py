@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -23,10 +23,16 @@ UNUSED: dict[str, tuple[str, ...]] = {
     "scipy.linalg": (),  # 0.1 s: numba looks whether a part of it, cython_blas, is there
     "h5py": (),  # 0.02 s: for data and statistics in files of this kind
 }
+TRIED = {"torch": "2.13."}  # a package whose own modules are left out: only where this was tried
 
 
 def postpone(modules: Mapping[str, tuple[str, ...]] = UNUSED) -> None:
-    sys.meta_path.insert(0, Postponed(modules))
+    sys.meta_path.insert(0, Postponed({name: needed for name, needed in modules.items() if tried(name)}))
+
+
+def tried(name: str) -> bool:
+    package, _, inner = name.partition(".")
+    return not inner or package not in TRIED or metadata.version(package).startswith(TRIED[package])
 
 
 class Postponed(MetaPathFinder):

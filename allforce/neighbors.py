@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numba import njit
+from vesin import NeighborList
 
 from allforce.errors import UserError
-
-if TYPE_CHECKING:
-    from vesin import NeighborList
 
 Pairs = tuple[np.ndarray, np.ndarray, np.ndarray]  # i (E,), j (E,), r (E, 3) of one frame, sorted by i
 TOUCHING = 1e-3  # Å: closer than this, two atoms are on one place
@@ -31,8 +28,6 @@ _calculators = threading.local()  # a vesin calculator keeps its buffers and mus
 def _calculator(rcut: float, threads: int) -> NeighborList:
     cache = _calculators.__dict__.setdefault("cache", {})
     if (rcut, threads) not in cache:
-        from vesin import NeighborList  # here: it imports torch, and this file is loaded before torch is
-
         cache[rcut, threads] = NeighborList(cutoff=rcut, full_list=True, sorted=True, n_threads=threads)
     return cache[rcut, threads]
 
@@ -214,12 +209,6 @@ def neighbor_counts(i, j, types, atoms, ntypes):
     for e in range(len(i)):
         count[i[e], types[j[e]]] += 1
     return count
-
-
-def ready_loops() -> None:
-    """Let numba come to the point where it runs a loop; most of it is imported then."""
-    none = np.empty(0, np.int32)
-    neighbor_counts(none, none, np.empty(0, np.int64), 0, 1)
 
 
 def crowding(
