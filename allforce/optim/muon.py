@@ -77,7 +77,7 @@ class HybridMuonConfig(Section):
         "the last dimension as columns (flat).",
     )
     rank: Int = key(
-        64,
+        32,
         "Directions of a matrix that are followed, those with the largest singular values, a multiple of 8; matrices "
         "with a short side below twice as many are taken whole.",
         ge=8,

@@ -10,9 +10,11 @@ import socket
 import sys
 import time
 from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+from numba.core.event import install_listener
 
 from allforce import __version__, logs
 from allforce.config.load import load_input, normalised
@@ -28,6 +30,7 @@ from allforce.distributed.spawn import report
 from allforce.errors import UserError, file_problem
 from allforce.files import checkpoint
 from allforce.logs import CollectHandler, log
+from allforce.train.compiling import COMPILE, TellOnce
 from allforce.train.datasets import Given
 from allforce.train.dry_run import dry_run
 from allforce.train.free_cores import FreeCores
@@ -132,7 +135,7 @@ def run(
     folders = {prefix.parent, Path(settings.training.disp_file).parent} if comm.rank == 0 else set()
     if comm.rank == 0:
         prefix.parent.mkdir(parents=True, exist_ok=True)
-    with locked(folders):
+    with locked(folders), install_listener(COMPILE, TellOnce()) if comm.rank == 0 else nullcontext():
         if comm.rank == 0:
             checkpoint.sweep(prefix)
         if options.restart == "auto":  # the newest intact checkpoint, or none when there is none
