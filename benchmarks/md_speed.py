@@ -34,7 +34,7 @@ from common import (
     write_result,
 )
 
-from allforce.train.recipe import OPTIMIZER, RATE, TRAINING, with_loss
+from allforce.train.recipe import FITTING, OPTIMIZER, RATE, TRAINING, with_loss
 
 SCRIPT = """units metal
 atom_style atomic
@@ -107,6 +107,7 @@ def make_models(data: Path, folder: Path, steps: int, threads: int, theirs: bool
         config = water_input(find_systems(data), steps, display=steps // 3, precision=precision)
         config |= {"learning_rate": dict(RATE), "optimizer": dict(OPTIMIZER), "loss": with_loss(config["loss"])}
         config["training"] |= TRAINING
+        config["model"]["fitting_net"] |= FITTING
         train("ours", config, work, threads)
         spawn([*command("ours"), "freeze", "-o", str(folder / name)], work, environment("ours", threads))
     if theirs:

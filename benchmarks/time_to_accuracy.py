@@ -25,7 +25,7 @@ import numpy as np
 from common import LABEL, RESULTS, available, markdown_table, test_errors, train, water_input, write_result
 
 from allforce.data.discover import open_systems
-from allforce.train.recipe import OPTIMIZER, RATE, TRAINING, with_loss
+from allforce.train.recipe import FITTING, OPTIMIZER, RATE, TRAINING, with_loss
 
 LABELS = ("energy", "force", "virial")
 
@@ -62,6 +62,7 @@ def config_of(name: str, steps: int, seed: int, type_map: list[str], data: Path,
     if name == "ours":
         config |= {"learning_rate": dict(RATE), "optimizer": dict(OPTIMIZER), "loss": with_loss(config["loss"])}
         config["training"] |= TRAINING
+        config["model"]["fitting_net"] |= FITTING
     if name == "pt":  # as it is documented there, but for the rate
         config["learning_rate"] = {"type": "cosine", "start_lr": args.best_rate, "stop_lr": 1e-8}
         config["optimizer"] = {"type": "HybridMuon"}

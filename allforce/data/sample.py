@@ -29,7 +29,7 @@ SAME_ENERGY = 1e-3  # eV; more between two energies of the same isolated atom is
 
 class Sample:
     """Frames of `nbatch` batches of every system (all of it, if it has fewer), as they are stored: its first ones, or
-    some from everywhere (`spread`; frames that follow each other in a run are alike)."""
+    some from everywhere (`spread`; frames that follow each other in a run are alike); `most` of them in all."""
 
     def __init__(
         self,
@@ -39,9 +39,12 @@ class Sample:
         split: bool = True,
         stat_file: str | None = None,
         spread: bool = False,
+        most: int | None = None,
     ):
         self.loader, self.comm, self.needs = loader.whole, comm, loader.needs
-        self.members = share(some_frames(loader.dataset, nbatch, spread), comm, split)  # (system, frame), this worker's
+        frames = some_frames(loader.dataset, nbatch, spread)
+        frames = frames[:: -(-len(frames) // most) if most else 1]
+        self.members = share(frames, comm, split)  # (system, frame) of this worker
         self.file = StatFile(stat_file, loader.dataset.type_map, comm)
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, ClassVar
 
 import numpy as np
@@ -51,6 +51,9 @@ class Fitting(nn.Module):
     def fit_statistics(self, sample: Sample, section: Any) -> list[str]:
         """section: the whole section `model`. Lines for the log."""
         return []
+
+    def fit_input(self, sample: Sample, describe: Callable[[Batch], Tensor]) -> None:
+        """See Model.fit_input; describe: D (N, dim) of a batch."""
 
     def change_bias(self, counts: np.ndarray, missing: np.ndarray, excluded: list[int], mode: str) -> list[str]:
         """counts (F, nt): atoms of each type in every frame; missing (F,): label − prediction, or the label ("set")."""

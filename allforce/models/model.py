@@ -98,6 +98,9 @@ class Model(nn.Module):
     def prepare(self, table: TableConfig) -> None:
         """Called when weights and statistics are in place, before anything is evaluated."""
 
+    def fit_input(self, sample: Sample) -> None:
+        """Called after `prepare` when a run begins from scratch: weights may be changed by what the data give."""
+
     def refresh(self) -> str | None:
         """Called now and then while training, with equal weights on all workers; says what was changed."""
         return None

@@ -6,7 +6,7 @@ holds the type, and the frame and atomic parameters beside the descriptor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from allforce.models.layers import DTYPES, Net, generator
 from allforce.models.serial import collection, copy_array, copy_nets, nets_from_pt, precision_of, refuse, to_numpy
 
 STATISTICS = ("fparam_avg", "fparam_inv_std", "aparam_avg", "aparam_inv_std")
+LARGEST = 100.0  # factor of a first layer: where all descriptors are alike, there is nothing to make larger
 
 
 class NetConfig(Section):
@@ -52,6 +53,14 @@ class NetConfig(Section):
     precision: Precision = key("default", PRECISION_HELP)
     resnet_dt: bool = key(True, "A trained step width in the skip connections.")
     seed: Seed = key(None, SEED_HELP, free=True)
+    input_scale: float | None = key(
+        None,
+        "Before training, the first layer is changed so that its products with the descriptors of the training data "
+        "have mean 0 and this deviation; left out: it stays as drawn.",
+        gt=0,
+        free=True,
+        own=True,
+    )
 
     def problems(self) -> Iterator[tuple[str, str]]:
         flags, layers = getattr(self, "trainable", True), len(self.neuron) + 1
@@ -132,6 +141,30 @@ class NetFitting(Fitting):
         return torch.cat([net(part) for net, part in zip(self.nets, x.split(counts), strict=True)])
 
     # ---- from the data
+
+    @torch.no_grad()
+    def fit_input(self, sample: Sample, describe: Callable[[Batch], Tensor]) -> None:
+        """The first layer x w + b with mean b and deviation input_scale: w ← f w, b ← b − mean(D) w.
+
+        As w ~ N(0, 1/√(in + out)), the deviation of D w is √(Σ variances of D / (in + out)).
+        """
+        if self.config.input_scale is None:
+            return
+        rows = (self.input_sums(describe(batch), batch) for batch in sample.batches())
+        sums = sample.sum_rows(rows, len(self.nets) * (1 + 2 * self.dim)).reshape(len(self.nets), -1)
+        for net, (count, *rest) in zip(self.nets, sums, strict=True):
+            first, (mean, squares) = net.layers[0], np.reshape(rest, (2, self.dim)) / max(count, 1.0)
+            deviation = np.sqrt(np.maximum(squares - mean**2, 0.0).sum() / sum(first.w.shape))
+            if deviation > 0:
+                w = first.w[: self.dim]
+                w.mul_(min(self.config.input_scale / deviation, LARGEST))
+                first.b.sub_(torch.from_numpy(mean).to(w) @ w)
+
+    def input_sums(self, D: Tensor, batch: Batch) -> np.ndarray:
+        """Count, Σ D and Σ D² of the rows of each net, one after the other."""
+        parts = [D] if self.mixed_types else D.split(batch.type_counts)
+        sums = [torch.cat([x.new_tensor([len(x)]), x.sum(0), (x * x).sum(0)]) for x in (p.double() for p in parts)]
+        return to_numpy(torch.cat(sums))
 
     def fit_statistics(self, sample: Sample, section: Any) -> list[str]:
         """Mean and 1/deviation of the frame and atomic parameters."""

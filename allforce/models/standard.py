@@ -150,6 +150,9 @@ class StandardModel(Potential):
         self.config = self.config.model_copy(update={"fitting_net": self.fitting.config})  # with what the data gave
         return lines
 
+    def fit_input(self, sample: Sample) -> None:
+        self.fitting.fit_input(sample, self.descriptor.alone)
+
     def change_bias(self, sample: Sample, mode: str = "change") -> list[str]:
         if "energy" not in self.outputs:
             raise UserError(f"A fitting of type {self.fitting.config.type!r} has no energy bias to change.")

@@ -17,6 +17,8 @@ from allforce.models import MODELS, Model
 from allforce.models.model import CountNeighbors
 from allforce.train.source import Options, Source, compare
 
+LOOKED_AT = 16  # frames, at most, for the initial weights
+
 
 def complete_model(
     config: Any, training: DataSet, options: Options, source: Source | None, comm: Comm, split: bool
@@ -83,6 +85,11 @@ def set_statistics(model: Model, loader: Loader, settings: Input, comm: Comm) ->
     if comm.rank == 0:
         for line in lines:
             log.info(line)
+
+
+def fit_input(model: Model, loader: Loader, comm: Comm, split: bool) -> None:
+    """What the model changes of its initial weights by a look at some frames."""
+    model.fit_input(Sample(loader, LOOKED_AT, comm, split, spread=True, most=LOOKED_AT))
 
 
 def change_bias(model: Model, loader: Loader, nbatch: int, comm: Comm, split: bool = True) -> None:

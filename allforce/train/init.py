@@ -23,7 +23,7 @@ from allforce.distributed.comm import SerialComm
 from allforce.errors import UserError
 from allforce.logs import log
 from allforce.models.sel import sel_auto
-from allforce.train.recipe import LEAST, OPTIMIZER, RATE, TRAINING, with_loss
+from allforce.train.recipe import FITTING, LEAST, OPTIMIZER, RATE, TRAINING, with_loss
 
 RCUT = 6.0
 ATOMS = 256  # of a batch, at least: the update costs the same for more, and with few atoms it is most of the step
@@ -151,7 +151,7 @@ def draft(type_map: list[str], training: list[str], validation: list[str], runs:
                 "precision": "float32",
                 "seed": 1,
             },
-            "fitting_net": {"neuron": [240, 240, 240], "resnet_dt": True, "precision": "float32", "seed": 1},
+            "fitting_net": {"neuron": [240, 240, 240], "resnet_dt": True, "precision": "float32", "seed": 1, **FITTING},
         },
         "learning_rate": RATE,
         "optimizer": OPTIMIZER,

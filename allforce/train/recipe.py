@@ -20,6 +20,7 @@ RATE: dict[str, Any] = {  # 0.4/√steps, falling linearly to 0
     "decay_type": "linear",
     "scale_by_worker": "none",
 }
+FITTING: dict[str, Any] = {"input_scale": 0.1}
 TRAINING: dict[str, Any] = {"change_bias_after_training": True}
 OPTIMIZER: dict[str, Any] = {"type": "HybridMuon", "adam_beta1": 0.95, "adam_beta2": 0.95}
 FORCES = 20  # times the weight of energies that forces have at the end, at least
@@ -47,6 +48,8 @@ def with_recipe(old: Input, name: str) -> tuple[Input, list[str]]:
         training["numb_epoch"] = training["numb_epoch"] / FEWER
     data = {**data, "training": training, "learning_rate": RATE, "optimizer": OPTIMIZER}
     data["loss"] = with_loss(data["loss"])
+    if "fitting_net" in data["model"]:
+        data["model"] = data["model"] | {"fitting_net": data["model"]["fitting_net"] | FITTING}
     new = parse_input(data, f"{name} with the recipe")
     return new, changes(before, normalised(new))
 

@@ -25,7 +25,7 @@ from allforce.losses import LOSSES, Loss
 from allforce.models import MODELS, Model
 from allforce.models.parts import check_sums, summands
 from allforce.schedule import Schedule
-from allforce.train.build import change_bias, complete_model, set_statistics
+from allforce.train.build import change_bias, complete_model, fit_input, set_statistics
 from allforce.train.datasets import Given, make_cache, open_data
 from allforce.train.groups import choose_groups
 from allforce.train.source import Options, Source, read_source, run_name, shared_seed
@@ -192,6 +192,8 @@ def initial_state(
         source.load_into(state, resume=options.restart is not None)
     state.broadcast(comm)
     model.prepare(config.table)
+    if source is None:
+        fit_input(model, loader, comm, config.sharding != "partition")
     if options.finetune:
         change_bias(model, loader, settings.model.data_bias_nsample, comm, config.sharding != "partition")
     return state

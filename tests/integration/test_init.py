@@ -73,7 +73,12 @@ def test_recipe_keeps_data_and_model(folder, capsys):
     write_input(folder, training__numb_steps=100, training__disp_freq=150)
     assert main(["train", "input.json", "--recipe"]) == 0
     log = capsys.readouterr().err
-    for line in ("optimizer/type: Adam → HybridMuon", "training/numb_steps: 100 → 150", "loss/schedule: - → step"):
+    for line in (
+        "model/fitting_net/input_scale: - → 0.1",
+        "optimizer/type: Adam → HybridMuon",
+        "training/numb_steps: 100 → 150",
+        "loss/schedule: - → step",
+    ):
         assert line in log
     before, after = (json.loads((folder / name).read_text()) for name in ("input.json", "out.json"))
     assert after["model"]["descriptor"]["sel"] == before["model"]["descriptor"]["sel"]

@@ -24,6 +24,7 @@ from allforce.models.bias import energy_bias, fit_energy_bias
 from allforce.models.env_stat import environment_statistics, normalisation
 from allforce.models.net_fitting import parameter_normalisation, parameter_sums
 from allforce.models.sel import complete_sel, sel_auto
+from allforce.models.table import TableConfig
 from allforce.neighbors import neighbor_list
 
 MAP = ["A", "B", "C", "D"]  # D is in no system
@@ -283,6 +284,45 @@ def test_bias_of_what_a_model_misses(tmp_path):
     for size in (1, 2, 4):
         for bias in on_workers(size, fitted):
             np.testing.assert_allclose(bias, [2.0, -5.0], rtol=1e-9)
+
+
+@pytest.mark.parametrize("kind, parameters", [("se_e2_a", 0), ("se_e2_a", 2), ("se_atten", 0)])
+def test_input_of_the_fitting_nets(data, kind, parameters):
+    """Products of the first layer with the descriptors: mean 0 and the deviation asked for, alike on all workers."""
+    data = DataSet(data.systems[:2], 1)
+
+    def fitted(comm, scale=0.1):
+        config = section(neuron=[64], input_scale=scale, numb_fparam=parameters)
+        if kind == "se_atten":
+            config["descriptor"] |= {"type": kind, "sel": sum(SEL), "attn_layer": 0}
+        model = MODELS["standard"](validated_config(config, "test"))
+        loader = Loader(data, Sampler(data, 0), model.needs)
+        model.fit_statistics(Sample(loader, 10, comm))
+        model.prepare(TableConfig())
+        model.fit_input(Sample(loader, 10, comm, spread=True, most=5))
+        return model
+
+    for model in on_workers(2, fitted):
+        other = fitted(SerialComm())
+        for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+            assert torch.equal(p, q), name
+    drawn, dim = fitted(SerialComm(), None), model.fitting.dim
+    loader = Loader(data, Sampler(data, 0), model.needs)
+    batches = list(Sample(loader, 10, SerialComm(), spread=True, most=5).batches())
+    assert len(batches) > 2
+    with torch.no_grad():
+        whole = [model.descriptor.alone(batch) for batch in batches]
+    for t, (net, before) in enumerate(zip(model.fitting.nets, drawn.fitting.nets, strict=True)):
+        parts = [D if kind == "se_atten" else D.split(b.type_counts)[t] for D, b in zip(whole, batches, strict=True)]
+        D, w, b = torch.cat(parts), net.layers[0].w.detach(), net.layers[0].b.detach()
+        old = before.layers[0].w.detach()
+        assert torch.equal(w[dim:], old[dim:])
+        if len(D) == 0:
+            assert torch.equal(w, old)
+            continue
+        torch.testing.assert_close((D @ w[:dim] + b).mean(0), before.layers[0].b.detach(), rtol=0, atol=1e-9)
+        deviation = float((D.var(0, unbiased=False).sum() / sum(old.shape)).sqrt())
+        torch.testing.assert_close(w[:dim], old[:dim] * min(0.1 / deviation, 100.0), rtol=1e-6, atol=0)
 
 
 def test_parameters(data):
