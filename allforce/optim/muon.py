@@ -91,7 +91,7 @@ class HybridMuonConfig(Section):
 
 
 class Matrices:
-    """Parameters that are matrices of one shape, the worker's own, and their momentum, in one stack."""
+    """Parameters that are matrices of one shape and precision, the worker's own, and their momentum, in one stack."""
 
     def __init__(self, shape: tuple[int, int], names: list[str], parameters: Parameters, scale: float, rank: int):
         self.shape, self.names, self.scale = shape, names, scale
@@ -103,25 +103,33 @@ class Matrices:
         self.ahead = torch.empty_like(self.momentum)  # X, of the last step
         self.used = self.momentum.new_ones(len(self.momentum), 1, 1)
         self.views = dict(zip(names, self.momentum.split(counts), strict=True))
-        self._places = list(self.ahead.split(counts))
+        self._copies = list(self.ahead.split(counts))
         self._gradients = [gradients[n].view(-1, *shape) for n in names]
         self._values = [values[n].view(-1, *shape) for n in names]
         self._counts = counts
         self._matrices = [matrix for value in self._values for matrix in value]
+        self._compiled = compiled(self.momentum)
+        self._flat = next(flat for flat in parameters.flat if flat.dtype == values[names[0]].dtype)
+        self._flat_gradient = parameters.gradient
+        self._places = places_in(self._matrices, self._flat)
+        self._gradient_places = places_in([matrix for g in self._gradients for matrix in g], parameters.gradient)
         width = kept_side(shape, rank)
         self._omega = random_matrix(max(shape), width).to(device) if width < min(shape) else None
         self._basis, self._narrow = self.ahead, self.ahead  # P (k, short, r) and B (k, long, r) of the last step
         whole = width % 16 == 0 and min(shape) % 8 == 0  # the loops take whole registers
-        self._loops = self._omega is not None and self.tall and whole and compiled(self.momentum)
+        self._loops = self._omega is not None and self.tall and whole and self._compiled
         self._in_place = self._values[0].dtype == torch.float32 and 2 * prod(shape) * width >= LARGE
 
     def gram(self, beta: float) -> Tensor:
         """Take the gradient into the momentum; R (k, r, r)."""
-        torch._foreach_copy_(self._places, self._gradients)
-        length = torch.linalg.vector_norm(self.ahead.flatten(1), dim=1)  # the fastest look at all entries
-        self.used = (length != 0).view(-1, 1, 1).float()  # (k, 1, 1)
-        self.momentum.lerp_(self.ahead, (1 - beta) * self.used)
-        self.ahead.lerp_(self.momentum, beta)
+        if self._compiled:
+            follow(self._flat_gradient, self._gradient_places, beta, self.momentum, self.ahead, self.used)
+        else:
+            torch._foreach_copy_(self._copies, self._gradients)
+            length = torch.linalg.vector_norm(self.ahead.flatten(1), dim=1)  # the fastest look at all entries
+            self.used = (length != 0).view(-1, 1, 1).float()  # (k, 1, 1)
+            self.momentum.lerp_(self.ahead, (1 - beta) * self.used)
+            self.ahead.lerp_(self.momentum, beta)
         X = self.ahead if self.tall else self.ahead.mT  # (k, long, short)
         if self._omega is None:
             self._narrow = X
@@ -138,8 +146,7 @@ class Matrices:
         root = root * (self.scale * self.used)
         if self._loops:
             right = back_to_columns(root, self._basis)
-            for value, left, columns in zip(self._matrices, self._narrow, right, strict=True):
-                move(value, left, columns, 1 - rate * weight_decay, rate)
+            move(self._flat, self._places, self._narrow, right, 1 - rate * weight_decay, rate)
             return
         left, right = self._narrow, root if self._omega is None else product(root, self._basis.mT)
         if not self.tall:
@@ -170,12 +177,12 @@ class HybridMuon(Optimizer):
         costs = {n: cost(values[n], shapes[n], config.rank) for n in self.matrix_names}
         owner = deal(costs, comm.size if self.comm and comm else 1)
         rank = comm.rank if self.comm and comm else 0
-        equal: dict[tuple[int, int], list[str]] = defaultdict(list)
+        equal: dict[tuple[tuple[int, int], torch.dtype], list[str]] = defaultdict(list)
         for name in self.matrix_names:
             if owner[name] == rank:
-                equal[shapes[name]].append(name)  # type: ignore[index]
+                equal[shapes[name], values[name].dtype].append(name)  # type: ignore[index]
         self.groups = [
-            Matrices(shape, names, parameters, self._scale(*shape), config.rank) for shape, names in equal.items()
+            Matrices(shape, names, parameters, self._scale(*shape), config.rank) for (shape, _), names in equal.items()
         ]
         self._others = [values[n] for n in self.matrix_names if owner[n] != rank]
         self._others += [values[n] for n in self.vector_names] if rank > 0 else []  # all move them, rank 0 tells
@@ -299,6 +306,17 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return out
 
 
+def places_in(views: list[Tensor], flat: Tensor) -> np.ndarray:
+    """Where views of a flat tensor begin in it."""
+    return np.array([view.storage_offset() - flat.storage_offset() for view in views], dtype=np.int64)
+
+
+def follow(gradient: Tensor, places: np.ndarray, beta: float, momentum: Tensor, X: Tensor, used: Tensor) -> None:
+    """Momentum, X and which matrices have a gradient, by compiled loops that read it where it lies."""
+    numbers, pool = (gradient.numpy(), places, np.float32(1 - beta)), threads(momentum.numel() // 16)
+    muon_kernels.follow(*numbers, momentum.numpy(), X.numpy(), used.view(-1).numpy(), pool)
+
+
 def directions(X: Tensor, omega: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """P, B and R of X (k, long, short) by compiled loops."""
     (k, long, short), r = X.shape, omega.shape[1]
@@ -318,11 +336,11 @@ def back_to_columns(root: Tensor, P: Tensor) -> Tensor:
     return out
 
 
-def move(value: Tensor, left: Tensor, right: Tensor, keep: float, rate: float) -> None:
-    """p ← keep p − rate (left right) by compiled loops."""
-    p = value.detach().numpy()
-    numbers = p.dtype.type(keep), p.dtype.type(rate)
-    muon_kernels.move(p, left.numpy(), right.numpy(), *numbers, threads(value.numel() // 16))
+def move(flat: Tensor, places: np.ndarray, left: Tensor, right: Tensor, keep: float, rate: float) -> None:
+    """p ← keep p − rate (left right) by compiled loops, for the matrices that begin at these places."""
+    p = flat.numpy()
+    numbers, pool = (p.dtype.type(keep), p.dtype.type(rate)), threads(len(left) * left.shape[1] * right.shape[2] // 16)
+    muon_kernels.move(p, places, left.numpy(), right.numpy(), *numbers, pool)
 
 
 @lru_cache(maxsize=64)

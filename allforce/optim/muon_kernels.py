@@ -1,8 +1,8 @@
 """Compiled loops for CPUs (numba) of HybridMuon's update, see muon.py for letters and equations.
 
-Of stacks of matrices (k, ·, ·) every thread takes pieces: columns of X for Y = Xᵀ Ω, rows of X for B = X P and for the
-product that moves a parameter, whole matrices for what is r × r. What becomes of a matrix does not depend on the others
-in its stack, nor on the number of threads.
+Of stacks of matrices (k, ·, ·) every thread takes pieces: columns of X for Y = Xᵀ Ω, rows of X for the momentum, for
+B = X P and for the product that moves a parameter, whole matrices for what is r × r. What becomes of a matrix does not
+depend on the others in its stack, nor on the number of threads.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from allforce.models.products import VECTOR, add_transposed_product
 KERNELS, PRODUCTS, PLAIN = "b90919f2", "58a70ff6", "4f3ef42c"
 
 PIECE = 32  # rows or columns of a large matrix
+BLOCK = 512  # entries that are looked at together
 
 
 @njit(**inline)
@@ -44,6 +45,48 @@ def clear(x):
     x = x.reshape(-1)
     for n in range(x.shape[0]):
         x[n] = 0
+
+
+# ---- the momentum
+
+
+@njit(**{**options, "fastmath": False})
+def anything(x):
+    """Whether an entry is not zero; one that is no number is not."""
+    for first in range(0, x.shape[0], BLOCK):
+        part = x[first : min(first + BLOCK, x.shape[0])]
+        found = 0
+        for n in range(part.shape[0]):
+            found += part[n] != 0
+        if found > 0:
+            return True
+    return False
+
+
+@njit(**options)
+def _follow(begin, end, gradient, places, weight, momentum, X, used):
+    for task in range(begin, end):
+        k, first, last = piece_of(task, X.shape[1])
+        m, x = momentum[k][first:last].reshape(-1), X[k][first:last].reshape(-1)
+        start = places[k] + first * X.shape[2]
+        g, w = gradient[start : start + m.shape[0]], weight * used[k]
+        for n in range(m.shape[0]):
+            now = X.dtype.type(g[n])
+            mean = m[n] + w * (now - m[n])
+            m[n] = mean
+            x[n] = mean + w * (now - mean)
+
+
+@njit(**options)
+def follow(gradient, places, weight, momentum, X, used, pool):
+    """m ← m + w (g − m) and X = m + w (g − m) of matrices (k, ·, ·) whose gradient begins at places[k].
+
+    Where the gradient is zero, w is: nearly always it is not at the first entries, so one thread looks.
+    """
+    size = X.shape[1] * X.shape[2]
+    for k in range(X.shape[0]):
+        used[k] = 1 if anything(gradient[places[k] : places[k] + size]) else 0
+    spread(_follow, X.shape[0] * -(-X.shape[1] // PIECE), (gradient, places, weight, momentum, X, used), pool)
 
 
 # ---- the directions
@@ -242,19 +285,20 @@ def back_to_columns(root, P, out, pool):
 
 
 @njit(**options)
-def _move(begin, end, value, left, right, keep, rate):
-    lanes = VECTOR // left.itemsize
+def _move(begin, end, flat, places, left, right, keep, rate):
+    lanes, width = VECTOR // left.itemsize, right.shape[2]
     for task in range(begin, end):
-        _, first, last = piece_of(task, value.shape[0])
-        U = np.zeros((last - first, -(-value.shape[1] // lanes) * lanes), left.dtype)
-        add_plain_product(left[first:last], right, 0, value.shape[1], U)
+        k, first, last = piece_of(task, left.shape[1])
+        U = np.zeros((last - first, -(-width // lanes) * lanes), left.dtype)
+        add_plain_product(left[k][first:last], right[k], 0, width, U)
         for i in range(last - first):
-            p, u = value[first + i], U[i]
+            start = places[k] + (first + i) * width
+            p, u = flat[start : start + width], U[i]
             for c in range(p.shape[0]):
                 p[c] = keep * p[c] - rate * u[c]
 
 
 @njit(**options)
-def move(value, left, right, keep, rate, pool):
-    """p ← keep p − rate (left right), of one matrix; keep and rate in its precision."""
-    spread(_move, -(-value.shape[0] // PIECE), (value, left, right, keep, rate), pool)
+def move(flat, places, left, right, keep, rate, pool):
+    """p ← keep p − rate (left right) of matrices that begin at places[k]; keep and rate in their precision."""
+    spread(_move, left.shape[0] * -(-left.shape[1] // PIECE), (flat, places, left, right, keep, rate), pool)

@@ -16,6 +16,7 @@ class Parameters(Protocol):
     """The trainable parameters of a model as flat tensors, one for each dtype (`train/flat.py`)."""
 
     flat: list[Tensor]
+    gradient: Tensor  # of all, in one buffer
     gradient_views: dict[str, Tensor]  # where the gradient of each parameter lies, by its name
 
     def gradients(self) -> list[Tensor]: ...  # of each flat tensor

@@ -228,8 +228,8 @@ def test_shared_out_is_the_same_to_the_bit(workers):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", [(400, 240), (136, 136), (64, 40)])
-def test_compiled_loops_move_as_tensor_operations_do(shape, dtype, monkeypatch):
+@pytest.mark.parametrize("shape, rank", [((400, 240), 64), ((400, 240), 32), ((136, 136), 64), ((64, 40), 64)])
+def test_compiled_loops_move_as_tensor_operations_do(shape, rank, dtype, monkeypatch):
     """Two matrices, of which the second has no gradient, and on two threads to the bit what one thread gives."""
     rng = torch.Generator().manual_seed(3)
     size = torch.logspace(0, -2, min(shape))
@@ -239,7 +239,7 @@ def test_compiled_loops_move_as_tensor_operations_do(shape, dtype, monkeypatch):
         torch.set_num_threads(threads)
         model = nn.ParameterList([nn.Parameter(torch.ones(shape, dtype=dtype)) for _ in range(2)])
         flat = FlatParameters(model, 0)
-        optimizer = muon.HybridMuon(flat, muon.HybridMuonConfig())
+        optimizer = muon.HybridMuon(flat, muon.HybridMuonConfig(rank=rank))
         for _ in range(2):
             flat.gradient.zero_()
             flat.gradient_views["0"].copy_(gradient)
@@ -257,6 +257,70 @@ def test_compiled_loops_move_as_tensor_operations_do(shape, dtype, monkeypatch):
         torch.set_num_threads(before)
     assert (alone - expected).abs().max() <= 2e-3 * (expected - 1).abs().max()
     assert (expected - 1).abs().max() > 0.001
+
+
+def followed(gradients, dtype):
+    """Momentum, X and `used` of matrices of one shape after some steps, of which the last has a gradient for some."""
+    optimizer = make(muon.HybridMuonConfig(), *(torch.ones(g.shape, dtype=dtype) for g in gradients))
+    (group,) = optimizer.groups
+    for factor in (1.0, -0.3, gradients.new_tensor([1.0, 0.0, -0.0, 1.0]).view(4, 1, 1)):
+        optimizer.parameters.gradient.copy_((factor * gradients).flatten())
+        group.gram(0.95)
+    return group.momentum.clone(), group.ahead.clone(), group.used.flatten().tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(400, 240), (24, 100), (7, 5)])
+def test_momentum_of_compiled_loops(shape, dtype, monkeypatch):
+    """That of tensor operations but for rounding; the same bits on two threads and in another stack."""
+    gradients = torch.randn(4, *shape, generator=torch.Generator().manual_seed(6), dtype=dtype)
+    gradients[3].view(-1)[:-1] = 0  # only the last entry has a gradient
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        momentum, X, used = followed(gradients, dtype)
+        turned = followed(gradients[[3, 1, 2, 0]], dtype)
+        monkeypatch.setattr("allforce.models.pool.ENOUGH", 0)
+        torch.set_num_threads(2)
+        shared = followed(gradients, dtype)
+    finally:
+        torch.set_num_threads(before)
+    assert used == shared[2] == [1, 0, 0, 1]
+    assert torch.equal(shared[0], momentum) and torch.equal(shared[1], X)
+    assert torch.equal(turned[0][[3, 1, 2, 0]], momentum) and torch.equal(turned[1][[3, 1, 2, 0]], X)
+    monkeypatch.setenv("ALLFORCE_KERNELS", "torch")
+    expected = followed(gradients, dtype)
+    assert expected[2] == used
+    for ours, theirs in ((momentum, expected[0]), (X[[0, 3]], expected[1][[0, 3]])):  # others do not move along X
+        assert (ours - theirs).abs().max() <= 1e-6 * theirs.abs().max()
+    assert momentum[1].abs().max() > 0 and X.isfinite().all()
+
+
+def test_a_gradient_that_is_no_number_is_not_taken_for_none():
+    optimizer = make(muon.HybridMuonConfig(), torch.ones(40, 20))
+    optimizer.parameters.gradient[700] = float("nan")
+    optimizer.groups[0].gram(0.95)
+    assert optimizer.groups[0].used.item() == 1 and optimizer.groups[0].momentum.isnan().any()
+
+
+def test_matrices_of_two_precisions(monkeypatch):
+    """Their gradients lie in one buffer, they themselves in two."""
+    rng = torch.Generator().manual_seed(8)
+    start = [torch.randn(160, 136, generator=rng, dtype=d) for d in (torch.float32, torch.float64, torch.float32)]
+    gradients = torch.randn(3, 160, 136, generator=rng) * torch.logspace(0, -2, 136)
+
+    def moved():
+        optimizer = make(muon.HybridMuonConfig(), *start)
+        for name, g in zip("012", gradients, strict=True):
+            optimizer.parameters.gradient_views[name].copy_(g)
+        optimizer.step(0.01)
+        values = optimizer.parameters.split(optimizer.parameters.flat)
+        return [values[n] - p for n, p in zip("012", start, strict=True)]
+
+    ours = moved()
+    monkeypatch.setenv("ALLFORCE_KERNELS", "torch")
+    for a, b in zip(ours, moved(), strict=True):
+        assert a.dtype == b.dtype and (a - b).abs().max() <= 2e-3 * b.abs().max()
 
 
 @pytest.mark.parametrize("side", [3, 50, 64, 100])
