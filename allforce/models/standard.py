@@ -66,7 +66,9 @@ class StandardConfig(Section):
     data_stat_protect: float = key(
         0.01, "Smallest standard deviation used for frame and atomic parameters.", gt=0, free=True
     )
-    data_bias_nsample: Int = key(10, "Batches of each system used when the energy bias is changed.", ge=1, free=True)
+    data_bias_nsample: Int = key(
+        10, "Batches of each system used when the energy bias is changed (at least 50 frames in all).", ge=1, free=True
+    )
     pair_exclude_types: list[Pair] = key([], "Pairs of types that do not interact, in the whole model.")
     atom_exclude_types: list[NonNegative] = key([], "Types whose atoms have no energy of their own.")
     preset_out_bias: OutBias | None = key(

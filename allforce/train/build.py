@@ -18,6 +18,7 @@ from allforce.models.model import CountNeighbors
 from allforce.train.source import Options, Source, compare
 
 LOOKED_AT = 16  # frames, at most, for the initial weights
+FEWEST = 50  # frames, if there are so many, that an energy bias is fitted to
 
 
 def complete_model(
@@ -93,7 +94,9 @@ def fit_input(model: Model, loader: Loader, comm: Comm, split: bool) -> None:
 
 
 def change_bias(model: Model, loader: Loader, nbatch: int, comm: Comm, split: bool = True) -> None:
-    """Fit the constants of the types anew to what the model misses of the training data."""
+    """Fit the constants of the types anew to what the model misses of the training data, of nbatch batches of every
+    system: more where these are few frames, since a single one may be far off."""
+    nbatch = max(nbatch, -(-FEWEST // sum(loader.dataset.batch_sizes)))
     lines = model.change_bias(Sample(loader, nbatch, comm, split, spread=True))
     if comm.rank == 0:
         for line in lines:
