@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from ase.data import atomic_numbers
 
-from allforce.config.load import validated_config
+from allforce.config.load import normalised, validated_config
 from allforce.errors import UserError
 from allforce.models import MODELS, Model
 from allforce.models.serial import check_versions
@@ -35,7 +35,7 @@ def model_from_tree(tree: dict[str, Any], source: str) -> Model:
 def tree_from_model(model: Model) -> dict[str, Any]:
     """The tree that DeePMD-kit 3.2 reads, with numpy arrays below the keys "@variables"."""
     distance = model.min_nbor_dist
-    script = model.config.model_dump(mode="json") | {"type_map": list(model.type_map)}
+    script = normalised(model.config) | {"type_map": list(model.type_map)}
     return {
         "software": "allforce",
         "version": _version(),

@@ -159,6 +159,7 @@ class NetFitting(Fitting):
                 w = first.w[: self.dim]
                 w.mul_(min(self.config.input_scale / deviation, LARGEST))
                 first.b.sub_(torch.from_numpy(mean).to(w) @ w)
+        self.config = self.config.model_copy(update={"input_scale": None})  # done: not a property of the model
 
     def input_sums(self, D: Tensor, batch: Batch) -> np.ndarray:
         """Count, Σ D and Σ D² of the rows of each net, one after the other."""

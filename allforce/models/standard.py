@@ -154,6 +154,7 @@ class StandardModel(Potential):
 
     def fit_input(self, sample: Sample) -> None:
         self.fitting.fit_input(sample, self.descriptor.alone)
+        self.config = self.config.model_copy(update={"fitting_net": self.fitting.config})
 
     def change_bias(self, sample: Sample, mode: str = "change") -> list[str]:
         if "energy" not in self.outputs:

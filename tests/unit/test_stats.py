@@ -19,6 +19,7 @@ from allforce.data.sample import Sample, count_neighbors, some_frames
 from allforce.data.sampler import Sampler
 from allforce.distributed.comm import SerialComm
 from allforce.errors import UserError
+from allforce.files.tree import tree_from_model
 from allforce.models import MODELS
 from allforce.models.bias import energy_bias, fit_energy_bias
 from allforce.models.env_stat import environment_statistics, normalisation
@@ -306,6 +307,7 @@ def test_input_of_the_fitting_nets(data, kind, parameters):
         other = fitted(SerialComm())
         for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
             assert torch.equal(p, q), name
+    assert model.config.fitting_net.input_scale is None and "input_scale" not in str(tree_from_model(model))
     drawn, dim = fitted(SerialComm(), None), model.fitting.dim
     loader = Loader(data, Sampler(data, 0), model.needs)
     batches = list(Sample(loader, 10, SerialComm(), spread=True, most=5).batches())
