@@ -303,7 +303,7 @@ def test_mistakes_get_words(folder, capsys, monkeypatch):
     frozen = {"model__descriptor__trainable": False, "model__fitting_net__trainable": False}
     assert train(folder, **frozen) == 2
     assert "nothing to train" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.summary", None)
     assert train(folder, training__tensorboard=True) == 2
     error = capsys.readouterr().err
     assert "tensorboard is not installed" in error and "Traceback" not in error
