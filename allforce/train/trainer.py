@@ -14,6 +14,7 @@ from torch import Tensor
 
 from allforce.data.batch import Batch
 from allforce.distributed.profile import CountedComm
+from allforce.errors import UserError
 from allforce.logs import CollectHandler, log
 from allforce.trace import BACKWARD, CHECKPOINT, DATA, DISPLAY, FORWARD, OPTIMIZER, VALIDATION, phase
 from allforce.train.build import change_bias
@@ -228,6 +229,16 @@ class Trainer:
         if line and self.comm.rank == 0:
             log.info(line)
 
+    def change_bias(self) -> None:
+        """Where that is not possible (no energies in the data), as all workers find, the model is saved as it is."""
+        nbatch, split = self.job.input.model.data_bias_nsample, self.config.sharding != "partition"
+        try:
+            with self.state.averaged():
+                change_bias(self.model, self.job.loader, nbatch, self.comm, split)
+        except UserError as error:
+            if self.comm.rank == 0:
+                log.warning(f"training/change_bias_after_training: {error}")
+
     def save(self, step: int) -> None:
         with phase(CHECKPOINT):
             whole = self.state.checkpoint(self.job.meta(step))
@@ -255,9 +266,7 @@ class Trainer:
             self.record(step)
             self.show(step)
             if self.config.change_bias_after_training:
-                nbatch, split = self.job.input.model.data_bias_nsample, self.config.sharding != "partition"
-                with self.state.averaged():
-                    change_bias(self.model, self.job.loader, nbatch, self.comm, split)
+                self.change_bias()
             self.save(step)
             self.writer.finish()
             if self.full is not None and step == self.last and self.full.config.full_val_start != 1:

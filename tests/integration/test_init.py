@@ -85,3 +85,12 @@ def test_recipe_keeps_data_and_model(folder, capsys):
     assert after["training"]["training_data"]["systems"] == before["training"]["training_data"]["systems"]
     assert after["training"]["numb_steps"] == 150 and after["training"]["disp_freq"] == 7
     assert np.isfinite([float(x) for x in rows(folder)[-1].split()]).all()
+
+
+def test_recipe_for_data_without_energies_keeps_what_was_trained(folder, capsys):
+    for energy in folder.rglob("energy.npy"):
+        energy.unlink()
+    write_input(folder, training__numb_steps=100, training__disp_freq=150)
+    assert main(["train", "input.json", "--recipe"]) == 0
+    assert "change_bias_after_training: The energy bias cannot be fitted" in capsys.readouterr().err
+    assert (folder / "model.ckpt-150.safetensors").exists()
