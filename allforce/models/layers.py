@@ -109,6 +109,22 @@ class Net(nn.Module):
         return x
 
 
+class CurveNets(nn.ModuleList):
+    """Nets of one scalar and of the same widths, one for each type or pair of types."""
+
+    @staticmethod
+    def variable(x: Tensor) -> Tensor:
+        """What the nets are given at x (P, 1)."""
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(P, nets, M) from x (P, 1); layers of the same place together, for each alone is a small one."""
+        y = self.variable(x).expand(len(self), *x.shape)  # (nets, P, 1)
+        for layers in zip(*(net.layers for net in self), strict=True):
+            y = side_by_side(layers, y)
+        return y.transpose(0, 1)
+
+
 def generator(seed: int | Sequence[int] | None, *stream: int) -> np.random.Generator:
     """A stream of its own for every net of a model; without a seed from the system's entropy."""
     return np.random.default_rng(None if seed is None else [*stream, *np.atleast_1d(seed).tolist()])

@@ -14,13 +14,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from allforce.config.keys import Sel, per_type
 from allforce.config.section import key
 from allforce.data.batch import Batch
 from allforce.models.env_stat import load_slots, slots
-from allforce.models.layers import Net, generator, side_by_side
+from allforce.models.layers import CurveNets, Net, generator
 from allforce.models.moments import TablePull, TableSum
 from allforce.models.pull import Pull
 from allforce.models.serial import collection, copy_nets
@@ -43,19 +43,12 @@ class SeE2AConfig(MomentsConfig):
         yield from super().problems_with_types(ntypes)
 
 
-class EmbeddingNets(nn.ModuleList):
+class EmbeddingNets(CurveNets):
     """One net for each neighbour type, or for each pair: place of (centre, neighbour) is centre + ntypes·neighbour."""
 
     def __init__(self, config: Any, count: int, dtype: torch.dtype):
         act, dt = config.activation_function, config.resnet_dt
         super().__init__(Net(1, config.neuron, act, dt, dtype, generator(config.seed, 0, n)) for n in range(count))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(P, nets, M1) from x (P, 1); layers of the same place together, for each alone is a small one."""
-        y = x.expand(len(self), *x.shape)  # (nets, P, 1)
-        for layers in zip(*(net.layers for net in self), strict=True):
-            y = side_by_side(layers, y)
-        return y.transpose(0, 1)
 
 
 class SeE2A(Moments):

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from allforce.config.keys import Sel, per_type
 from allforce.config.section import key
@@ -23,7 +23,7 @@ from allforce.data.batch import Batch, Edges
 from allforce.models import kernels, triple_kernels
 from allforce.models.env_stat import load_slots, slots
 from allforce.models.envmat import switch
-from allforce.models.layers import Net, generator
+from allforce.models.layers import CurveNets, Net, generator
 from allforce.models.pool import Pool, threads
 from allforce.models.pull import Pull, by_autograd
 from allforce.models.serial import collection, copy_nets
@@ -44,7 +44,7 @@ class SeE3Config(TwoBodyConfig):
         yield from super().problems_with_types(ntypes)
 
 
-class PairNets(nn.ModuleList):
+class PairNets(CurveNets):
     """A net for each pair of neighbour types a ≤ b, in the order of `pairs`."""
 
     def __init__(self, config: SeE3Config, pairs: list[tuple[int, int]], ntypes: int, dtype: torch.dtype):
@@ -52,9 +52,10 @@ class PairNets(nn.ModuleList):
         seeds = (generator(config.seed, 0, a + ntypes * b) for a, b in pairs)
         super().__init__(Net(1, config.neuron, act, dt, dtype, seed) for seed in seeds)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(P, nets, M) at g = sinh(x), x (P, 1)."""
-        return torch.stack([net(torch.sinh(x)) for net in self], dim=1)
+    @staticmethod
+    def variable(x: Tensor) -> Tensor:
+        """g = sinh(x)."""
+        return torch.sinh(x)
 
 
 @dataclass

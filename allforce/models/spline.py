@@ -67,17 +67,20 @@ class Grid:
         value, slope = on_device(x.dtype, x.device, self.h)
         return b.long(), columns @ value.T, columns @ slope.T
 
+    def collocation(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """M_nk = B_k(node n): rows (K, 1), columns and values (K, WIDTH) of what is not zero; |n - k| < WIDTH."""
+        first, splines, _ = self.weights(torch.from_numpy(self.nodes()))
+        return np.arange(self.K)[:, None], first.numpy()[:, None] + np.arange(WIDTH), splines.numpy()
+
     def solve(self, values: np.ndarray) -> np.ndarray:
-        """C (K, n) of the curves with these values (K, n) at the nodes: M C = values, where M_nk = B_k(node n) is zero
-        for |n - k| >= WIDTH."""
+        """C (K, n) of the curves with these values (K, n) at the nodes: M C = values."""
         # scipy.linalg.lapack.dgbsv where it lives: the rest of scipy.linalg takes a tenth of a second to be imported
         dgbsv = import_module("scipy.linalg._flapack").dgbsv
 
-        first, splines, _ = self.weights(torch.from_numpy(self.nodes()))
-        node, spline = np.arange(self.K)[:, None], first.numpy()[:, None] + np.arange(WIDTH)
+        node, spline, splines = self.collocation()
         side = WIDTH - 1  # diagonals on each side of the main one, and as many rows above them for LAPACK's own use
         band = np.zeros((3 * side + 1, self.K))
-        band[2 * side + node - spline, spline] = splines.numpy()
+        band[2 * side + node - spline, spline] = splines
         *_, C, failed = dgbsv(side, side, band, np.asarray_chkfinite(values), overwrite_ab=True)
         assert failed == 0
         return C
@@ -85,6 +88,25 @@ class Grid:
     def collocation_inverse(self) -> np.ndarray:
         """(K, K) M⁻¹ with M_nk = B_k(node n)."""
         return self.solve(np.eye(self.K))
+
+    @lru_cache(maxsize=4)  # noqa: B019
+    def factors(self, dtype: np.dtype, transposed: bool = False) -> np.ndarray:
+        """(K, 2 WIDTH - 1) of M = L D U, or of Mᵀ: entries of L before, 1/D, and entries of U behind the diagonal.
+
+        Without a search for pivots: M is totally positive, so that elimination in its order is as exact as any.
+        """
+        node, spline, splines = self.collocation()
+        node, spline = (spline, node) if transposed else (node, spline)
+        rows, side = np.zeros((self.K, 2 * WIDTH - 1)), WIDTH - 1
+        rows[node, side + spline - node] = splines
+        for n in range(self.K):
+            for k in range(max(0, n - side), n):
+                factor = rows[n, side + k - n]  # L_nk D_k
+                rows[n, side + k - n + 1 : 2 * side + k - n + 1] -= factor * rows[k, side + 1 :]
+                rows[n, side + k - n] = factor * rows[k, side]
+            rows[n, side] = 1.0 / rows[n, side]
+            rows[n, side + 1 :] *= rows[n, side]
+        return rows.astype(dtype)
 
     def interpolate(self, coefficients: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Value and slope (E, M) at x (E,) from C (K, M)."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from allforce.config.keys import Int
 from allforce.config.section import WIDEST, Section, key
+from allforce.models import curves
 from allforce.models.spline import DEGREE, Grid
 
 PLACES = 256  # at which the error is looked at together
@@ -94,7 +95,11 @@ class SplineTable(nn.Module):
             self._kept = nets, list(nets.parameters()), None, None  # a walk through the modules costs more than a look
         _, parameters, state, C = self._kept
         if any(p.requires_grad for p in parameters):
-            C = self.to_coefficients(nets(self.nodes))
+            assert self.grid is not None
+            if curves.suits(nets, self.nodes):
+                C = curves.splines(nets, self.nodes, self.grid).transpose(0, 1)
+            else:
+                C = self.to_coefficients(nets(self.nodes))
             return C if arrange is None else arrange(C)
         now = self.grid, arrange, [(p.data_ptr(), p._version) for p in parameters]
         if C is None or state != now:

@@ -13,6 +13,7 @@ from numba import njit
 from allforce.models import (
     atom_kernels,
     attention_kernels,
+    curve_kernels,
     dense_kernels,
     frozen_nets,
     frozen_table,
@@ -54,13 +55,14 @@ def digest(name: str) -> str:
 def test_loops_are_compiled_anew_with_the_code_that_they_include():
     """When this fails, write the digest that it shows: the file with the loops is then another one for numba."""
     assert digest("pool") == kernels.POOL
-    multiplying = dense_kernels, frozen_nets, frozen_table, muon_kernels, scalar_kernels
+    multiplying = curve_kernels, dense_kernels, frozen_nets, frozen_table, muon_kernels, scalar_kernels
     including = (atom_kernels, attention_kernels, pinet_kernels, pinet2_kernels, tanh, triple_kernels, *multiplying)
     assert {module.KERNELS for module in including} == {digest("kernels")}
     assert {module.PRODUCTS for module in multiplying} == {digest("products")}
     assert {module.TANH for module in (dense_kernels, frozen_nets, scalar_kernels)} == {digest("tanh")}
     assert pinet_kernels.DENSE == digest("dense_kernels")
-    assert {module.PLAIN for module in (muon_kernels, scalar_kernels)} == {digest("plain_products")}
+    assert {module.PLAIN for module in (curve_kernels, muon_kernels, scalar_kernels)} == {digest("plain_products")}
+    assert curve_kernels.SCALAR == digest("scalar_kernels")
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
