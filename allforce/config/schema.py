@@ -252,6 +252,12 @@ class Training(Section):
     )
     ema_decay: float = key(0.999, "Decay of that average, smaller in the first steps.", ge=0, lt=1)
     change_bias_after_training: bool = key(False, "Fit the energy bias again to the errors of the trained model.")
+    refit: bool = key(
+        False,
+        "After training, fit the last layer of the fitting nets and the energy bias by linear least squares to "
+        "energies and forces of up to 200 frames; without such a layer: the bias.",
+        own=True,
+    )
     disp_training: bool = key(True, "Write the learning curve.")
     time_training: bool = key(True, "Show the time of training in the log.")
     disp_avg: bool = key(False, "Training errors of the learning curve are means over the steps since the line before.")

@@ -44,7 +44,8 @@ class Sample:
         self.loader, self.comm, self.needs = loader.whole, comm, loader.needs
         frames = some_frames(loader.dataset, nbatch, spread)
         frames = frames[:: -(-len(frames) // most) if most else 1]
-        self.members = share(frames, comm, split)  # (system, frame) of this worker
+        self.all, self.split = frames, split  # (system, frame) of all workers
+        self.members = share(frames, comm, split)  # of this worker
         self.file = StatFile(stat_file, loader.dataset.type_map, comm)
 
     @property
@@ -65,6 +66,18 @@ class Sample:
         """This worker's frames, each a batch of its own."""
         for member in self.members:
             yield self.loader.make([member])
+
+    def groups(self, most: int) -> Iterator[tuple[list[tuple[int, int]], Batch]]:
+        """This worker's share of batches of up to `most` atoms, or one frame; which frames are together does not depend
+        on the number of workers."""
+        groups: list[list[tuple[int, int]]] = []
+        for n, k in self.all:
+            natoms = self.loader.dataset.systems[n].natoms
+            if not groups or groups[-1][0][0] != n or (len(groups[-1]) + 1) * natoms > most:
+                groups.append([])
+            groups[-1].append((n, k))
+        for group in share(groups, self.comm, self.split):
+            yield group, self.loader.make(group)
 
     def rows(self, rows: Iterable[np.ndarray], width: int) -> np.ndarray:
         """The rows (·, width) of all workers, in an order that does not depend on who had which."""

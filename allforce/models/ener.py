@@ -21,7 +21,7 @@ from allforce.models.bias import EnergyBias, energy_bias, fit_energy_bias
 from allforce.models.fitting import EnergyFitting
 from allforce.models.frozen_nets import FrozenNets, frozen
 from allforce.models.net_fitting import NetConfig, NetFitting
-from allforce.models.scalar_net import value_and_gradient
+from allforce.models.scalar_net import hidden_and_tangents, value_and_gradient
 from allforce.models.serial import copy_array, to_numpy
 
 ISOLATED = "isolated"  # as atom_ener: the data says
@@ -99,6 +99,25 @@ class EnerFitting(NetFitting, EnergyFitting):
         if any(self.vacuum):
             e = e - self.in_vacuum(x, batch.type_counts)
         return e.double() + self.bias_atom_e[batch.type]
+
+    @torch.no_grad()
+    def linear_terms(self, D: Tensor, dots: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """x (B, nets·H) and ẋ (p, B, nets·H) of refit.py from D (N, M) and its tangents (p, N, M)."""
+        x, counts = self.inputs(D, batch)
+        extra = dots.new_zeros(*dots.shape[:2], x.shape[1] - dots.shape[2])  # frame and atomic parameters stay
+        a, a_dot = hidden_and_tangents(self.nets, counts, x, torch.cat([dots, extra], 2).to(x.dtype))
+        frames, (p, _, H), nets = batch.nframes, a_dot.shape, len(self.nets)
+        place = batch.frame * nets + (0 if self.mixed_types else batch.type)  # (N,) of frame and net
+        sums = a.new_zeros(frames * nets, H, dtype=torch.float64).index_add_(0, place, a.double())
+        sums_dot = a.new_zeros(p, frames * nets, H, dtype=torch.float64).index_add_(1, place, a_dot.double())
+        return sums.view(frames, -1), sums_dot.view(p, frames, -1)
+
+    @torch.no_grad()
+    def change_last_layer(self, delta: np.ndarray) -> None:
+        """w ← w + δ (nets·H,)."""
+        for net, part in zip(self.nets, np.split(delta, len(self.nets)), strict=True):
+            w = net.layers[-1].w  # (H, 1)
+            w.add_(torch.from_numpy(part[:, None]).to(w))
 
     def in_vacuum(self, x: Tensor, counts: tuple[int, ...]) -> Tensor:
         """The nets with D = 0, for types whose energy in vacuum is given; 0 for the others."""

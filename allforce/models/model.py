@@ -86,6 +86,10 @@ class Model(nn.Module):
         """Fit the constant of each type anew, to what the model misses ("change") or to the labels ("set")."""
         raise UserError(f"A model of type {self.config.type!r} has no energy bias to change.")
 
+    def refit(self, sample: Sample) -> list[str]:
+        """After training: fit whatever is linear in its parameters to what the model misses; here the bias alone."""
+        return self.change_bias(sample)
+
     def set_bias(self, values: np.ndarray) -> None:
         raise UserError(f"A model of type {self.config.type!r} has no energy bias to set.")
 

@@ -179,8 +179,9 @@ class TablePull(torch.autograd.Function):
                 A_dot = backend(g.r).push(u, g, begin, end)
             part = times(A_dot, C[:, begin * K : end * K], g)
             gT_bar = part if gT_bar is None else gT_bar.add_(part)
-            parts.append(gradient_of_table(A_dot, gT, len(C), g))
-        return gT_bar, parts[0] if len(parts) == 1 else torch.cat(parts, 1), None
+            if ctx.needs_input_grad[1]:
+                parts.append(gradient_of_table(A_dot, gT, len(C), g))
+        return gT_bar, torch.cat(parts, 1) if len(parts) > 1 else parts[0] if parts else None, None
 
 
 class Frozen:

@@ -117,6 +117,27 @@ def tangent_and_adjoint(net: Net, tape: list[LayerRecord], e_bar: Tensor, v: Ten
     return gradients
 
 
+def hidden_and_tangents(nets: Sequence[Net], counts: Sequence[int], x: Tensor, dots: Tensor) -> tuple[Tensor, Tensor]:
+    """What the last layers are given (N, H) for x (N, m), rows counts[t] of net t; tangents (p, N, H) along dots."""
+    if suits(nets, x):
+        sweeps = Sweeps(nets, counts, x)
+        return sweeps.hidden(), torch.stack([sweeps.tangent(v) for v in dots])
+    parts = zip(nets, x.split(list(counts)), dots.split(list(counts), 1), strict=True)
+    hidden, tangents = zip(*(hidden_and_tangents_of(net, rows, along) for net, rows, along in parts), strict=True)
+    return torch.cat(hidden), torch.cat(tangents, 1)
+
+
+def hidden_and_tangents_of(net: Net, x: Tensor, dots: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for one net."""
+    for layer in net.layers[:-1]:
+        record = activate(layer, torch.addmm(layer.b, x, layer.w), x, second=False)
+        along = dots @ layer.w * record.slope
+        if layer.copies:
+            along += dots if layer.copies == 1 else torch.cat([dots, dots], -1)
+        x, dots = record.a, along
+    return x, dots
+
+
 class ValueAndGradient(torch.autograd.Function):
     """(e (N,), ∂e/∂x (N, m)) of x (N, m), rows counts[t] of net t; the last arguments are the nets' parameters."""
 

@@ -22,6 +22,7 @@ from allforce.models.descriptor import Descriptor
 from allforce.models.descriptors import PLAIN
 from allforce.models.dipole import DipoleFitting
 from allforce.models.dos import DosFitting
+from allforce.models.edges import AtomsOfEdges
 from allforce.models.ener import EnerFitting
 from allforce.models.fitting import EnergyFitting, Fitting
 from allforce.models.hybrid import Hybrid
@@ -29,8 +30,11 @@ from allforce.models.model import CountNeighbors
 from allforce.models.polar import PolarFitting
 from allforce.models.potential import Potential
 from allforce.models.property import PropertyFitting
-from allforce.models.serial import part_named
+from allforce.models.refit import PROBES, Equations
+from allforce.models.serial import part_named, to_numpy
 from allforce.models.table import TableConfig
+
+REFIT_ATOMS = 512  # of a batch: enough that products are not waiting for weights
 
 DESCRIPTORS: dict[str, type[Descriptor]] = {**PLAIN, "hybrid": Hybrid}
 FITTINGS: dict[str, type[Fitting]] = {
@@ -170,6 +174,52 @@ class StandardModel(Potential):
         if len(table) == 0:
             raise UserError("The energy bias cannot be fitted: no system has energy labels.")
         return self.fitting.change_bias(table[:, :nt], table[:, nt], self.config.atom_exclude_types, mode)
+
+    def refit(self, sample: Sample) -> list[str]:
+        """The last layer of the fitting nets and the bias, see refit.py."""
+        f = self.fitting
+        if not isinstance(f, EnerFitting) or any(f.vacuum) or self.config.atom_exclude_types or not f.trainable[-1]:
+            return self.change_bias(sample)
+        nt, unknowns = len(self.type_map), len(f.nets) * f.config.neuron[-1]
+        trained = [p for p in self.parameters() if p.requires_grad]
+        for p in trained:
+            p.requires_grad_(False)  # nobody reads their gradients here
+        try:
+            rows = [row for group, batch in sample.groups(REFIT_ATOMS) for row in self.linear_rows(group, batch)]
+        finally:
+            for p in trained:
+                p.requires_grad_(True)
+        equations = Equations.of_table(sample.rows(rows, Equations.width(nt, unknowns)), nt)
+        delta = equations.solve()
+        f.change_last_layer(delta)
+        lines = [f"last layer fitted to {len(equations.x)} energies and {len(equations.x_dot)} derivatives of them"]
+        if len(equations.x) > 0:
+            lines += f.change_bias(equations.counts, equations.missing - equations.x @ delta, [], "change")
+        return lines
+
+    def linear_rows(self, group: list[tuple[int, int]], batch: Batch) -> Iterator[np.ndarray]:
+        """Rows of Equations of the frames of a batch."""
+        assert isinstance(self.fitting, EnerFitting)
+        i, j, v = batch.edges.i, batch.edges.j, signs(group, batch)  # v (p, N, 3)
+        with torch.enable_grad():
+            D, pull = self.descriptor.with_pull(batch, batch.edges.r)
+            e, gradient = self.fitting.with_gradient(D.detach(), batch)
+            slope = pull(gradient.detach())  # ∂E/∂r_e
+            any_gradient = torch.zeros_like(D).requires_grad_()
+            linear = pull(any_gradient)  # whose transpose is the tangent of D
+            along = [(linear * (u[j] - u[i])).sum() for u in v]  # plain numbers: for others torch imports a compiler
+            dots = [torch.autograd.grad(one, any_gradient, retain_graph=True)[0] for one in along]
+        x, x_dot = self.fitting.linear_terms(D.detach(), torch.stack(dots), batch)
+        counts = torch.zeros(batch.nframes, len(self.type_map), dtype=torch.float64, device=e.device)
+        counts.view(-1).index_add_(0, batch.frame * counts.shape[1] + batch.type, torch.ones_like(e))
+        if "energy" in batch.labels:
+            missing = batch.labels["energy"] - e.new_zeros(batch.nframes).index_add_(0, batch.frame, e.detach())
+            yield from Equations.rows(*(to_numpy(y) for y in (counts, x, missing)))
+        if "force" in batch.labels:
+            lacking = batch.labels["force"] - AtomsOfEdges.apply(slope.detach(), batch.edges, len(batch.type))
+            for one, u in zip(x_dot, v, strict=True):
+                of_frame = e.new_zeros(batch.nframes).index_add_(0, batch.frame, -(lacking * u).sum(1))
+                yield from Equations.rows(*(to_numpy(y) for y in (torch.zeros_like(counts), one, of_frame)))
 
     def set_bias(self, values: np.ndarray) -> None:
         self.fitting.set_bias(values)
@@ -317,6 +367,12 @@ class StandardModel(Potential):
         self.fitting.load_pt(state, "atomic_model.fitting_net", out_bias, source)
         distance = state.get("min_nbor_dist")
         self.min_nbor_dist = None if distance is None or float(distance) <= 0.0 else float(distance)
+
+
+def signs(group: list[tuple[int, int]], batch: Batch) -> Tensor:
+    """(PROBES, N, 3) of ±1 at random, the same whenever these frames come together."""
+    rng = np.random.default_rng(group[0])
+    return batch.edges.r.new_tensor(rng.choice([-1.0, 1.0], (PROBES, len(batch.type), 3)))
 
 
 def silenced(fitting: dict[str, Any], excluded: list[int]) -> dict[str, Any]:

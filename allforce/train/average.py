@@ -41,11 +41,13 @@ class Average:
             tensor.copy_(saved.get(name, tensor))
 
     @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """The model has the averaged weights."""
+    def in_use(self, changing: bool = False) -> Iterator[None]:
+        """The model has the averaged weights; changing: what is done to them is kept."""
         raw = [p.clone() for p in self.flat.flat]
         torch._foreach_copy_(self.flat.flat, self.values)
         try:
             yield
+            if changing:
+                torch._foreach_copy_(self.values, self.flat.flat)
         finally:
             torch._foreach_copy_(self.flat.flat, raw)

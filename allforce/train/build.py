@@ -18,6 +18,8 @@ from allforce.models.model import CountNeighbors
 from allforce.train.source import Options, Source, compare
 
 LOOKED_AT = 16  # frames, at most, for the initial weights
+REFIT = 200  # frames, at most, that linear parameters are fitted to after training
+REFIT_ATOMS = 12_000  # in all of these, unless they are fewer than FEWEST frames
 FEWEST = 50  # frames, if there are so many, that an energy bias is fitted to
 
 
@@ -83,9 +85,7 @@ def set_statistics(model: Model, loader: Loader, settings: Input, comm: Comm) ->
     lines = model.fit_statistics(sample)
     model.observed = sample.observed_types()
     sample.file.save(read_only=config.stat_file_mode == "read")
-    if comm.rank == 0:
-        for line in lines:
-            log.info(line)
+    tell(lines, comm)
 
 
 def fit_input(model: Model, loader: Loader, comm: Comm, split: bool) -> None:
@@ -97,7 +97,19 @@ def change_bias(model: Model, loader: Loader, nbatch: int, comm: Comm, split: bo
     """Fit the constants of the types anew to what the model misses of the training data, of nbatch batches of every
     system: more where these are few frames, since a single one may be far off."""
     nbatch = max(nbatch, -(-FEWEST // sum(loader.dataset.batch_sizes)))
-    lines = model.change_bias(Sample(loader, nbatch, comm, split, spread=True))
+    tell(model.change_bias(Sample(loader, nbatch, comm, split, spread=True)), comm)
+
+
+def refit(model: Model, loader: Loader, comm: Comm, split: bool = True) -> None:
+    """Fit what is linear in the model's parameters to what it misses of frames from everywhere in the training data."""
+    systems = loader.dataset.systems
+    frames = sum(s.nframes for s in systems)
+    atoms = sum(s.nframes * s.natoms for s in systems) / frames
+    most = max(FEWEST, min(REFIT, int(REFIT_ATOMS / atoms)))
+    tell(model.refit(Sample(loader, frames, comm, split, spread=True, most=most)), comm)
+
+
+def tell(lines: list[str], comm: Comm) -> None:
     if comm.rank == 0:
         for line in lines:
             log.info(line)

@@ -52,9 +52,9 @@ class State:
         if self.average is not None:
             self.average.update(self.step)
 
-    def averaged(self) -> AbstractContextManager[None]:
+    def averaged(self, changing: bool = False) -> AbstractContextManager[None]:
         """The model as it is validated and frozen: with averaged weights if they are asked for."""
-        return self.average.in_use() if self.average is not None else nullcontext()
+        return self.average.in_use(changing) if self.average is not None else nullcontext()
 
     def checkpoint(self, meta: dict[str, Any]) -> Checkpoint:
         """All of it, on every worker; all of them call this together."""

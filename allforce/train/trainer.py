@@ -17,7 +17,7 @@ from allforce.distributed.profile import CountedComm
 from allforce.errors import UserError
 from allforce.logs import CollectHandler, log
 from allforce.trace import BACKWARD, CHECKPOINT, DATA, DISPLAY, FORWARD, OPTIMIZER, VALIDATION, phase
-from allforce.train.build import change_bias
+from allforce.train.build import change_bias, refit
 from allforce.train.display import Display
 from allforce.train.free_cores import FreeCores
 from allforce.train.monitor import Monitor
@@ -229,15 +229,18 @@ class Trainer:
         if line and self.comm.rank == 0:
             log.info(line)
 
-    def change_bias(self) -> None:
+    def fit_after_training(self) -> None:
         """Where that is not possible (no energies in the data), as all workers find, the model is saved as it is."""
         nbatch, split = self.job.input.model.data_bias_nsample, self.config.sharding != "partition"
         try:
-            with self.state.averaged():
-                change_bias(self.model, self.job.loader, nbatch, self.comm, split)
+            with self.state.averaged(changing=True):
+                if self.config.refit:
+                    refit(self.model, self.job.loader, self.comm, split)
+                elif self.config.change_bias_after_training:
+                    change_bias(self.model, self.job.loader, nbatch, self.comm, split)
         except UserError as error:
             if self.comm.rank == 0:
-                log.warning(f"training/change_bias_after_training: {error}")
+                log.warning(f"training/{'refit' if self.config.refit else 'change_bias_after_training'}: {error}")
 
     def save(self, step: int) -> None:
         with phase(CHECKPOINT):
@@ -265,8 +268,7 @@ class Trainer:
             self.guard.finite(step, self.seen, due=True, update=False)
             self.record(step)
             self.show(step)
-            if self.config.change_bias_after_training:
-                self.change_bias()
+            self.fit_after_training()
             self.save(step)
             self.writer.finish()
             if self.full is not None and step == self.last and self.full.config.full_val_start != 1:
