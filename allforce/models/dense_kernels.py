@@ -16,7 +16,7 @@ from allforce.models.pool import spread
 from allforce.models.products import VECTOR, add_product, add_transposed_product, pack
 from allforce.models.tanh import tanh
 
-KERNELS, PRODUCTS, TANH = "b90919f2", "58a70ff6", "18012482"  # digests of other files, see atom_kernels.py
+KERNELS, PRODUCTS, TANH = "869cdbd1", "e0c0578f", "15cf8eb2"  # digests of other files, see atom_kernels.py
 TILE = 256  # rows
 PARTS = 16  # of the rows, at most, that have a sum of their own
 

@@ -15,7 +15,7 @@ from allforce.models.pool import spread, threads
 from allforce.models.products import add_product, highest, packed, tiles_of, whole_strips
 from allforce.models.tanh import tanh
 
-KERNELS, PRODUCTS, TANH = "b90919f2", "58a70ff6", "18012482"  # digests of other files, see atom_kernels.py
+KERNELS, PRODUCTS, TANH = "869cdbd1", "e0c0578f", "15cf8eb2"  # digests of other files, see atom_kernels.py
 
 IN, OUT, COPIES, THERE, BACK, B, IDT = range(7)  # columns of `layout`
 

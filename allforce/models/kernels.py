@@ -2,7 +2,7 @@
 
 Everything is recomputed from the edge vector, which is cheaper than reading it back; only the loops of se_e2_r, whose
 edges have three numbers each, find them once a step. Edges are sorted by centre, so what is written stays in the cache.
-They run on torch's threads (pool.py). Arguments: see moments.Compiled.
+They run on torch's threads (pool.py). Arguments: see moments.Geometry. Loops that go on to a table: table_kernels.py.
 The environment variable ALLFORCE_KERNELS=torch turns them off.
 """
 
@@ -114,21 +114,19 @@ def on_grid(r, begin, end, center, grid, weighted, c, b):
 
 
 @njit(**inline)
-def neighbor_groups(j, begin, end, types, used, group, piece, c, r_close, t):
-    """The group of neighbour types of each edge, counted from the piece's first; −1: not on the grid, or not now."""
+def neighbor_groups(j, begin, end, types, used, group, c, r_close, t):
+    """The group of neighbour types of each edge; −1: not on the grid."""
     for n in range(end - begin):
         kind = types[j[begin + n]]
-        g = group[kind]
-        out = g < piece[0] or g >= piece[1] or not used[kind] or c[7, n] < r_close
-        t[n] = -1 if out else g - piece[0]
+        t[n] = group[kind] if used[kind] and c[7, n] >= r_close else -1
 
 
 @njit(**inline)
-def edges_of_atom(i, r, j, first, types, center, used, group, grid, weighted, piece, c, b, t):
+def edges_of_atom(i, r, j, first, types, center, used, group, grid, weighted, c, b, t):
     """Fill the buffers for the edges of atom i."""
     tau = types[i]
     on_grid(r, first[i], first[i + 1], center[tau], grid, weighted, c, b)
-    neighbor_groups(j, first[i], first[i + 1], types, used[tau], group, piece, c, grid[3], t)
+    neighbor_groups(j, first[i], first[i + 1], types, used[tau], group, c, grid[3], t)
 
 
 @njit(**inline)
@@ -141,11 +139,11 @@ def splines_at(x, grid, value):
 
 
 @njit(**inline)
-def moments_of_atom(i, r, j, first, types, center, used, group, grid, weighted, piece, sel, value, c, b, t, row):
+def moments_of_atom(i, r, j, first, types, center, used, group, grid, weighted, sel, value, c, b, t, row):
     """row (4, ·) += A of atom i, and the first column of empty slots; value, c, b and t are buffers."""
     K = grid[6]
     empty = sel.copy()
-    edges_of_atom(i, r, j, first, types, center, used, group, grid, weighted, piece, c, b, t)
+    edges_of_atom(i, r, j, first, types, center, used, group, grid, weighted, c, b, t)
     for n in range(first[i + 1] - first[i]):
         empty[group[types[j[first[i] + n]]]] -= 1.0
         if t[n] < 0:
@@ -161,35 +159,17 @@ def moments_of_atom(i, r, j, first, types, center, used, group, grid, weighted, 
             row[3, k + m] += value[m] * vz
     x = -center[types[i], 0] * center[types[i], 1]
     k = splines_at(x, grid, value)
-    for g in range(piece[0], piece[1]):
+    for g in range(len(sel)):
         for m in range(WIDTH):
-            row[0, (g - piece[0]) * K + k + m] += max(empty[g], 0.0) * value[m] * x
+            row[0, g * K + k + m] += max(empty[g], 0.0) * value[m] * x
     return k
 
 
-@njit(**options)
-def _moments(begin, end, r, j, first, types, center, used, group, grid, weighted, piece, sel, A):
-    value = np.empty(LANES)
-    c, b, t = edge_buffers(first, begin, end)
-    row = np.empty(A.shape[1:])  # of one atom, in float64 and in the cache
-    for i in range(begin, end):
-        row[:] = 0.0
-        moments_of_atom(i, r, j, first, types, center, used, group, grid, weighted, piece, sel, value, c, b, t, row)
-        A[i] = row
-
-
-@njit(**options)
-def moments(r, j, first, types, center, used, group, grid, weighted, piece, sel, A, pool):
-    """A[i, :, (t − piece[0])·K + k] = Σ w_e B_k(x_e) R̂_e over the edges of i, and empty slots of `sel`; t a group."""
-    arguments = (r, j, first, types, center, used, group, grid, weighted, piece, sel, A)
-    spread(_moments, first.shape[0] - 1, arguments, pool)
-
-
 @njit(**inline)
-def pull_of_atom(i, r, j, first, types, center, used, group, grid, weighted, piece, value, slope, c, b, t, gA, at, g):
-    """g_e of the edges of atom i from gA[at:at + 4] = ∂E/∂A_i; value, slope, c, b and t are buffers."""
+def pull_of_atom(i, r, j, first, types, center, used, group, grid, weighted, value, slope, c, b, t, gA, g):
+    """g_e of the edges of atom i from gA = ∂E/∂A_i (4, ·); value, slope, c, b and t are buffers."""
     inv_h, K = grid[5], grid[6]
-    edges_of_atom(i, r, j, first, types, center, used, group, grid, weighted, piece, c, b, t)
+    edges_of_atom(i, r, j, first, types, center, used, group, grid, weighted, c, b, t)
     for n in range(first[i + 1] - first[i]):
         if t[n] < 0:
             continue
@@ -200,7 +180,7 @@ def pull_of_atom(i, r, j, first, types, center, used, group, grid, weighted, pie
         k = t[n] * K + b[n]
         v0, vx, vy, vz, s0, sx, sy, sz = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0  # Σ_m value·gA and Σ_m slope·gA
         for m in range(WIDTH):
-            g0, gx, gy, gz = gA[at, k + m], gA[at + 1, k + m], gA[at + 2, k + m], gA[at + 3, k + m]
+            g0, gx, gy, gz = gA[0, k + m], gA[1, k + m], gA[2, k + m], gA[3, k + m]
             v0 += value[m] * g0
             vx += value[m] * gx
             vy += value[m] * gy
@@ -219,64 +199,34 @@ def pull_of_atom(i, r, j, first, types, center, used, group, grid, weighted, pie
         g[e, 2] = along * nz + across * vz
 
 
-@njit(**options)
-def _pull(begin, end, r, j, first, types, center, used, group, grid, weighted, piece, gA, g):
-    value, slope = np.empty(LANES), np.empty(LANES)
-    c, b, t = edge_buffers(first, begin, end)
-    for i in range(begin, end):
-        pull_of_atom(
-            i, r, j, first, types, center, used, group, grid, weighted, piece, value, slope, c, b, t, gA, 4 * i, g
-        )
-
-
-@njit(**options)
-def pull(r, j, first, types, center, used, group, grid, weighted, piece, gA, g, pool):
-    """g_e = ∂E/∂r_e from gA = ∂E/∂A (N·4, ·); edges to other types, and those not on the grid, are left as they are."""
-    arguments = (r, j, first, types, center, used, group, grid, weighted, piece, gA, g)
-    spread(_pull, first.shape[0] - 1, arguments, pool)
-
-
-@njit(**options)
-def _push(begin, end, r, j, first, types, center, used, group, grid, weighted, piece, u, A):
-    value = np.empty(LANES)
-    slope = np.empty(LANES)
-    c, b, t = edge_buffers(first, begin, end)
-    row = np.empty(A.shape[1:])  # of one atom, in float64 and in the cache
+@njit(**inline)
+def push_of_atom(i, r, j, first, types, center, used, group, grid, weighted, value, slope, c, b, t, u, row):
+    """The adjoint of pull_of_atom: row (4, ·) += Σ_e ∂(B R̂)/∂r_e · u_e over the edges of atom i."""
     inv_h, K = grid[5], grid[6]
-    for i in range(begin, end):
-        row[:] = 0.0
-        edges_of_atom(i, r, j, first, types, center, used, group, grid, weighted, piece, c, b, t)
-        for n in range(first[i + 1] - first[i]):
-            if t[n] < 0:
-                continue
-            e = first[i] + n
-            ux, uy, uz = u[e, 0], u[e, 1], u[e, 2]
-            q, nx, ny, nz = c[2, n], c[4, n], c[5, n], c[6, n]
-            polynomial(VALUE, c[8, n], value)
-            polynomial(SLOPE, c[8, n], slope)
-            k = t[n] * K + b[n]
-            un = ux * nx + uy * ny + uz * nz
-            dx = un * c[1, n]
-            y, dy = c[10, n] * c[0, n], c[10, n] * dx + c[11, n] * un * c[0, n]  # w x and its change
-            across = q * c[9, n]
-            along = (c[3, n] - across) * un
-            vx, vy, vz = along * nx + across * ux, along * ny + across * uy, along * nz + across * uz
-            w0 = inv_h * dx * y
-            w = inv_h * dx * q
-            wx, wy, wz = w * nx, w * ny, w * nz
-            for m in range(WIDTH):
-                row[0, k + m] += slope[m] * w0 + value[m] * dy
-                row[1, k + m] += slope[m] * wx + value[m] * vx
-                row[2, k + m] += slope[m] * wy + value[m] * vy
-                row[3, k + m] += slope[m] * wz + value[m] * vz
-        A[i] = row
-
-
-@njit(**options)
-def push(r, j, first, types, center, used, group, grid, weighted, piece, u, A, pool):
-    """The adjoint of pull: A = Σ_e ∂(B R̂)/∂r_e · u_e."""
-    arguments = (r, j, first, types, center, used, group, grid, weighted, piece, u, A)
-    spread(_push, first.shape[0] - 1, arguments, pool)
+    edges_of_atom(i, r, j, first, types, center, used, group, grid, weighted, c, b, t)
+    for n in range(first[i + 1] - first[i]):
+        if t[n] < 0:
+            continue
+        e = first[i] + n
+        ux, uy, uz = u[e, 0], u[e, 1], u[e, 2]
+        q, nx, ny, nz = c[2, n], c[4, n], c[5, n], c[6, n]
+        polynomial(VALUE, c[8, n], value)
+        polynomial(SLOPE, c[8, n], slope)
+        k = t[n] * K + b[n]
+        un = ux * nx + uy * ny + uz * nz
+        dx = un * c[1, n]
+        y, dy = c[10, n] * c[0, n], c[10, n] * dx + c[11, n] * un * c[0, n]  # w x and its change
+        across = q * c[9, n]
+        along = (c[3, n] - across) * un
+        vx, vy, vz = along * nx + across * ux, along * ny + across * uy, along * nz + across * uz
+        w0 = inv_h * dx * y
+        w = inv_h * dx * q
+        wx, wy, wz = w * nx, w * ny, w * nz
+        for m in range(WIDTH):
+            row[0, k + m] += slope[m] * w0 + value[m] * dy
+            row[1, k + m] += slope[m] * wx + value[m] * vx
+            row[2, k + m] += slope[m] * wy + value[m] * vy
+            row[3, k + m] += slope[m] * wz + value[m] * vz
 
 
 @njit(**options)

@@ -7,7 +7,9 @@
 The row Y_e of an edge is R̂_e, or w(r_e) R̂_e with the switch function w, or the number 1 (se_e2_r; p too is 1 then,
 and a neighbour of an excluded type is at x = 0).
 A holds geometry only, no parameters. So the nets are evaluated on the K nodes of a grid instead of on every neighbour.
-With many types A is made for some neighbour types at a time and made again when it is needed: it costs little.
+On CPUs only the columns of A that an atom's neighbours meet are known to the products with C (Listed). Elsewhere, and
+for se_e2_r, they are those of whole matrices (Dense): with many types A is made for some neighbour types at a time and
+made again when it is needed, which costs little.
 """
 
 from __future__ import annotations
@@ -22,16 +24,16 @@ import torch
 from torch import Tensor
 
 from allforce.data.batch import Edges
-from allforce.models import frozen_table, kernels
+from allforce.models import kernels, table_kernels
 from allforce.models.envmat import environment, switch
 from allforce.models.pool import Pool, threads
-from allforce.models.products import tiles_of, whole_strips
+from allforce.models.products import lanes, tiles_of
 from allforce.models.spline import WIDTH, Grid
 from allforce.trace import MOMENTS, phase
 
 Row = Literal["R", "w R", "1"]
 MOMENTS_BYTES = 256 << 20  # a larger A is made piece by piece
-ATOMS = 8  # that a thread takes together, with a table that is not trained
+ATOMS = 8  # that a thread takes together, in loops with the table
 
 
 @dataclass
@@ -53,7 +55,7 @@ class Geometry:
     dtype: torch.dtype
     row: Row = "R"  # Y_e
     group: Tensor = None  # type: ignore[assignment]  # (nt,) int64 group of a neighbour type; left out: each its own
-    columns: tuple[np.ndarray, np.ndarray] | None = None  # of Frozen.sum, for Frozen.pull
+    columns: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None  # of A, as Listed.sum has found them
 
     def __post_init__(self) -> None:
         if self.group is None:
@@ -125,138 +127,174 @@ class TableSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, C: Tensor, g: Geometry) -> Tensor:
-        if not ctx.needs_input_grad[0] and g.width == 4 and kernels.compiled(g.r):
-            with phase(MOMENTS):
-                return Frozen.of(C).sum(g)
-        K, pieces = g.grid.K, g.pieces()
-        T, A = None, None
-        for begin, end in pieces:
-            with phase(MOMENTS):
-                A = backend(g.r).moments(g, begin, end)
-            part = times(A, C[:, begin * K : end * K], g)
-            T = part if T is None else T.add_(part)
-        ctx.geometry, ctx.nets = g, len(C)
-        ctx.moments = A if len(pieces) == 1 and ctx.needs_input_grad[0] else None
-        assert T is not None
+        ctx.table, ctx.geometry = table_of(C, g), g
+        T, ctx.moments = ctx.table.sum(g, ctx.needs_input_grad[0])
         return T
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, T_bar: Tensor):
-        g, parts = ctx.geometry, []
-        for begin, end in g.pieces():
-            A = ctx.moments if ctx.moments is not None else backend(g.r).moments(g, begin, end)
-            parts.append(gradient_of_table(A, T_bar, ctx.nets, g))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1), None
+        return ctx.table.sum_adjoint(T_bar, ctx.moments, ctx.geometry), None
 
 
 class TablePull(torch.autograd.Function):
-    """∂E/∂r_e (E, 3) = pull(gT·Cᵀ) from gT = ∂E/∂T (N, c, M1); linear in gT and in C."""
+    """∂E/∂r_e (E, 3) = pull(gT·Cᵀ) from gT = ∂E/∂T (N, c, M1); linear in gT and in C. After TableSum of the same."""
 
     @staticmethod
     def forward(ctx, gT: Tensor, C: Tensor, g: Geometry) -> Tensor:
-        ctx.save_for_backward(gT, C)
-        ctx.geometry = g
-        K = g.grid.K
-        out = torch.zeros_like(g.r)
-        if g.columns is not None and not any(ctx.needs_input_grad):
-            with phase(MOMENTS):
-                return Frozen.of(C).pull(gT, g, out)
-        for begin, end in g.pieces():
-            gA = times(gT, C[:, begin * K : end * K].transpose(1, 2), g)
-            with phase(MOMENTS):
-                backend(g.r).pull(gA, g, begin, end, out)
-        return out
+        ctx.save_for_backward(gT)
+        ctx.table, ctx.geometry = table_of(C, g), g
+        return ctx.table.pull(gT, g)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, u: Tensor):
-        gT, C = ctx.saved_tensors
-        g, K = ctx.geometry, ctx.geometry.grid.K
-        gT_bar, parts = None, []
-        for begin, end in g.pieces():
-            with phase(MOMENTS):
-                A_dot = backend(g.r).push(u, g, begin, end)
-            part = times(A_dot, C[:, begin * K : end * K], g)
-            gT_bar = part if gT_bar is None else gT_bar.add_(part)
-            if ctx.needs_input_grad[1]:
-                parts.append(gradient_of_table(A_dot, gT, len(C), g))
-        return gT_bar, torch.cat(parts, 1) if len(parts) > 1 else parts[0] if parts else None, None
+        return *ctx.table.pull_adjoint(u, ctx.saved_tensors[0], ctx.geometry, ctx.needs_input_grad[1]), None
 
 
-class Frozen:
-    """A table C (tables, m, M) that is not trained, with its rows filled up to whole registers, for frozen_table.py."""
+class Listed:
+    """A table C (tables, m, M) times A where that is not zero: the loops of table_kernels.py."""
 
     def __init__(self, C: Tensor):
-        self.M = C.shape[2]
-        self.tables = np.zeros((*C.shape[:2], whole_strips(self.M, C.numpy().dtype)), C.numpy().dtype)
-        self.tables[:, :, : self.M] = C.numpy()
+        self.C = in_one_piece(C)
 
-    @classmethod
-    def of(cls, C: Tensor) -> Frozen:
-        """Made once and kept with C."""
-        if not hasattr(C, "frozen"):
-            C.frozen = cls(C.detach())  # type: ignore[attr-defined]
-        return C.frozen  # type: ignore[attr-defined]
+    def counts(self, g: Geometry) -> tuple[int, ...]:
+        """Atoms of each table."""
+        return g.type_counts if len(self.C) > 1 else (len(g.type),)
 
     def arguments(self, g: Geometry) -> tuple:
-        """What both loops take."""
-        tiles = tiles_of(g.type_counts if len(self.tables) > 1 else (len(g.type),), g.pool[1], ATOMS)
-        return tiles, *Compiled.arguments(g, 0, len(g.sel)), g.sel.numpy(), self.tables
+        """What loops over atoms take."""
+        assert g.columns is not None, "TableSum comes first"
+        tiles = tiles_of(self.counts(g), g.pool[1], ATOMS)
+        return tiles, *g.for_loops, *g.columns, self.C
 
-    def sum(self, g: Geometry) -> Tensor:
-        """T (N, 4, M)."""
-        N, T = len(g.type), torch.empty(len(g.type), 4, self.M, dtype=g.dtype)
-        g.columns = np.empty(WIDTH * (len(g.r) + N * len(g.sel)) + N, dtype=np.int64), np.empty(N, dtype=np.int64)
-        frozen_table.table_sum(*self.arguments(g), T.numpy(), *g.columns, g.pool)
-        return T
+    def new_columns(self, g: Geometry) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Where the list of each atom begins, room for the lists, and for their lengths."""
+        at = table_kernels.places_of_lists(g.edges.first.numpy(), len(g.sel), self.C.shape[1])
+        return at, np.empty(at[-1], np.int64), np.empty(len(at) - 1, np.int64)
 
-    def pull(self, gT: Tensor, g: Geometry, out: Tensor) -> Tensor:
-        """out (E, 3) = ∂E/∂r_e where the edge is on the grid."""
+    def new_moments(self, g: Geometry) -> np.ndarray:
         assert g.columns is not None
-        frozen_table.table_pull(*self.arguments(g), gT.contiguous().numpy(), *g.columns, out.numpy(), g.pool)
+        return np.empty(4 * len(g.columns[1]), self.C.dtype)
+
+    def sum(self, g: Geometry, keep: bool) -> tuple[Tensor, np.ndarray | None]:
+        """T (N, 4, M), and A if it is to be kept."""
+        with phase(MOMENTS):
+            g.columns = self.new_columns(g)
+            T = torch.empty(len(g.type), 4, self.C.shape[2], dtype=g.dtype)
+            A = self.new_moments(g) if keep else np.empty(0, self.C.dtype)
+            table_kernels.table_sum(*self.arguments(g), g.sel.numpy(), T.numpy(), A, g.pool)
+        return T, A if keep else None
+
+    def sum_adjoint(self, T_bar: Tensor, A: np.ndarray | None, g: Geometry) -> Tensor:
+        """C̄ (tables, m, M) = Σ_i A_iᵀ T̄_i, over all centres or over those of each type."""
+        assert g.columns is not None and A is not None
+        C_bar = torch.zeros(self.C.shape, dtype=g.dtype)
+        strips = table_kernels.strips_of(self.counts(g), self.C.shape[2], lanes(self.C.dtype), g.pool[1])
+        table_kernels.table_gradient(strips, *g.columns, A, in_one_piece(T_bar), C_bar.numpy(), g.pool)
+        return C_bar
+
+    def pull(self, gT: Tensor, g: Geometry) -> Tensor:
+        """∂E/∂r_e (E, 3), 0 where the edge is not on the grid."""
+        out = torch.zeros_like(g.r)
+        with phase(MOMENTS):
+            table_kernels.table_pull(*self.arguments(g), in_one_piece(gT), out.numpy(), g.pool)
         return out
+
+    def pull_adjoint(self, u: Tensor, gT: Tensor, g: Geometry, trained: bool) -> tuple[Tensor, Tensor | None]:
+        """Adjoints of gT and of C, that if C is trained."""
+        with phase(MOMENTS):
+            gT_bar, A_dot = torch.empty(gT.shape, dtype=g.dtype), self.new_moments(g)
+            table_kernels.table_push(*self.arguments(g), in_one_piece(u), gT_bar.numpy(), A_dot, g.pool)
+        return gT_bar, self.sum_adjoint(gT, A_dot, g) if trained else None
+
+
+def in_one_piece(x: Tensor) -> np.ndarray:
+    return x.detach().contiguous().numpy()
+
+
+class Dense:
+    """A table C (tables, m, M) times all of A, for some groups of neighbour types at a time."""
+
+    def __init__(self, C: Tensor):
+        self.C = C.detach()
+
+    def pieces(self, g: Geometry) -> Iterator[tuple[int, int, Tensor]]:
+        """Ranges of groups, and the table of each."""
+        for begin, end in g.pieces():
+            yield begin, end, self.C[:, begin * g.grid.K : end * g.grid.K]
+
+    def sum(self, g: Geometry, keep: bool) -> tuple[Tensor, Tensor | None]:
+        """T (N, c, M), and A if it is to be kept and in one piece."""
+        T, A, pieces = None, None, list(self.pieces(g))
+        for begin, end, C in pieces:
+            with phase(MOMENTS):
+                A = backend(g.r).moments(g, begin, end)
+            part = times(A, C, g)
+            T = part if T is None else T.add_(part)
+        assert T is not None
+        return T, A if len(pieces) == 1 and keep else None
+
+    def sum_adjoint(self, T_bar: Tensor, A: Tensor | None, g: Geometry) -> Tensor:
+        """C̄ (tables, m, M)."""
+        parts = []
+        for begin, end, _ in self.pieces(g):
+            moments = A if A is not None else backend(g.r).moments(g, begin, end)
+            parts.append(gradient_of_table(moments, T_bar, len(self.C), g))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def pull(self, gT: Tensor, g: Geometry) -> Tensor:
+        """∂E/∂r_e (E, 3)."""
+        out = torch.zeros_like(g.r)
+        for begin, end, C in self.pieces(g):
+            gA = times(gT, C.transpose(1, 2), g)
+            with phase(MOMENTS):
+                backend(g.r).pull(gA, g, begin, end, out)
+        return out
+
+    def pull_adjoint(self, u: Tensor, gT: Tensor, g: Geometry, trained: bool) -> tuple[Tensor, Tensor | None]:
+        """Adjoints of gT and of C, that if C is trained."""
+        gT_bar, parts = None, []
+        for begin, end, C in self.pieces(g):
+            with phase(MOMENTS):
+                A_dot = backend(g.r).push(u, g, begin, end)
+            part = times(A_dot, C, g)
+            gT_bar = part if gT_bar is None else gT_bar.add_(part)
+            parts += [gradient_of_table(A_dot, gT, len(self.C), g)] if trained else []
+        assert gT_bar is not None
+        return gT_bar, torch.cat(parts, 1) if len(parts) > 1 else parts[0] if parts else None
+
+
+def table_of(C: Tensor, g: Geometry) -> Listed | Dense:
+    return Listed(C) if g.width == 4 and kernels.compiled(g.r) else Dense(C)
 
 
 class Compiled:
-    """CPU: one compiled pass over the edges. pull adds to what is in out only where it writes."""
+    """CPU, row "1": one compiled pass over the edges. pull adds to what is in out only where it writes."""
 
     @staticmethod
-    def arguments(g: Geometry, begin: int, end: int) -> tuple:
-        return *g.for_loops, (begin, end)
-
-    @classmethod
-    def moments(cls, g: Geometry, begin: int, end: int) -> Tensor:
+    def moments(g: Geometry, begin: int, end: int) -> Tensor:
         A = g.new_moments(begin, end)
-        kernel, places = (kernels.radial_moments, g.places) if g.width == 1 else (kernels.moments, ())
-        kernel(*cls.arguments(g, begin, end), *places, g.sel.numpy(), A.numpy(), g.pool)
+        kernels.radial_moments(*g.for_loops, (begin, end), *g.places, g.sel.numpy(), A.numpy(), g.pool)
         return A
 
     @classmethod
     def pull(cls, gA: Tensor, g: Geometry, begin: int, end: int, out: Tensor) -> None:
-        gA = gA.contiguous()
-        if g.width == 1:
-            kernels.radial_pull(*cls.radial_arguments(g, begin), gA.numpy(), out.numpy(), g.pool)
-        else:
-            kernels.pull(*cls.arguments(g, begin, end), gA.flatten(0, 1).numpy(), out.numpy(), g.pool)
+        kernels.radial_pull(*cls.arguments(g, begin), gA.contiguous().numpy(), out.numpy(), g.pool)
 
     @classmethod
     def push(cls, u: Tensor, g: Geometry, begin: int, end: int) -> Tensor:
         A = g.new_moments(begin, end)
-        arrays = u.contiguous().numpy(), A.numpy(), g.pool
-        if g.width == 1:
-            kernels.radial_push(*cls.radial_arguments(g, begin), *arrays)
-        else:
-            kernels.push(*cls.arguments(g, begin, end), *arrays)
+        kernels.radial_push(*cls.arguments(g, begin), u.contiguous().numpy(), A.numpy(), g.pool)
         return A
 
     @staticmethod
-    def radial_arguments(g: Geometry, begin: int) -> tuple:
+    def arguments(g: Geometry, begin: int) -> tuple:
         return g.r.numpy(), g.edges.first.numpy(), begin * g.grid.K, *g.places
 
 
 class Eager:
-    """Any device: the same with tensor operations; also the reference for Compiled in the tests."""
+    """Any device, any row: the same with tensor operations; also the reference for compiled loops in the tests."""
 
     @staticmethod
     def rows(r: Tensor, g: Geometry) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,7 @@ from allforce.models.dense_kernels import (
 from allforce.models.kernels import inline, options
 from allforce.models.pool import spread
 
-KERNELS, DENSE = "b90919f2", "2c6e3847"  # digests of other files, see atom_kernels.py
+KERNELS, DENSE = "869cdbd1", "ba13ac12"  # digests of other files, see atom_kernels.py
 CLOSE = 4096  # numbers that are worked on at once where the width is any
 
 

@@ -5,8 +5,8 @@
 W is packed once: its columns in strips as wide as a vector register, each strip in one piece. A library packs W in
 every call, which for some ten rows takes as long as a third of the product.
 
-Where x is zero but in few columns, the rows of W that these meet are given as a list, and W (m, whole strips) is as it
-is (add_listed and its transpose, times_listed).
+Where x is zero but in few columns, the rows of W that these meet are given as a list, and W is as it lies (add_listed,
+its transpose times_listed, and add_outer for the gradient of W).
 """
 
 from __future__ import annotations
@@ -100,18 +100,39 @@ class Registers:
         places = [self.builder.gep(pointer, [I64(v * self.count)]) for v in range(wide)]
         return [self.builder.bitcast(p, self.vector.as_pointer()) for p in places]
 
-    def load(self, pointer):
+    def load(self, pointer, mask=None):
+        """A number or a register; with a mask zeros where it is false, and nothing is read there."""
+        if mask is not None:
+            return self.masked("load", self.vector, [pointer, I32(self.size), mask, self.zero()])
         value = self.builder.load(pointer)
         value.align = self.size
         return value
 
-    def store(self, value, pointer) -> None:
-        self.builder.store(value, pointer).align = self.size
+    def store(self, value, pointer, mask=None) -> None:
+        """With a mask nothing is written where it is false."""
+        if mask is None:
+            self.builder.store(value, pointer).align = self.size
+        else:
+            self.masked("store", ir.VoidType(), [value, pointer, I32(self.size), mask])
+
+    def masked(self, what: str, result, arguments):
+        kind = ir.FunctionType(result, [a.type for a in arguments])
+        name = f"llvm.masked.{what}.v{self.count}f{8 * self.size}.p0"
+        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), arguments)
+
+    def first(self, number):
+        """The mask of so many numbers of a register, all if they are more than it has."""
+        kind = ir.VectorType(I64, self.count)
+        return self.builder.icmp_signed("<", ir.Constant(kind, list(range(self.count))), self.copies(number, kind))
 
     def splat(self, value):
-        single = self.builder.insert_element(ir.Constant(self.vector, ir.Undefined), value, I32(0))
+        return self.copies(value, self.vector)
+
+    def copies(self, value, vector):
+        """A vector of so many times the same."""
+        single = self.builder.insert_element(ir.Constant(vector, ir.Undefined), value, I32(0))
         zeros = ir.Constant(ir.VectorType(I32, self.count), [0] * self.count)
-        return self.builder.shuffle_vector(single, ir.Constant(self.vector, ir.Undefined), zeros)
+        return self.builder.shuffle_vector(single, ir.Constant(vector, ir.Undefined), zeros)
 
     def fused(self, a, b, c):
         """a b + c."""
@@ -146,14 +167,14 @@ def loop(builder, count, initial, step):
     return values
 
 
-def sum_of_products(registers: Registers, sources, targets, strip, depth, wide: int, step=I64(1)) -> None:  # noqa: B008
+def sum_of_products(registers: Registers, sources, targets, strip, depth, wide: int, step=I64(1), mask=None) -> None:  # noqa: B008
     """targets[n][l] += Σ_k sources[n][k·step] strip(k)[l], k < depth, l < as many as `wide` registers hold: one sum for
-    each row and register. All are pointers; strip(k) gives one."""
+    each row and register. All are pointers; strip(k) gives one. The mask is for a strip that ends within a register."""
     builder = registers.builder
     places = [p for row in targets for p in registers.at(row, wide)]
 
     def add(k, sums):
-        columns = [registers.load(p) for p in registers.at(strip(k), wide)]
+        columns = [registers.load(p, mask) for p in registers.at(strip(k), wide)]
         place = builder.mul(k, step)
         scales = [registers.splat(registers.load(builder.gep(p, [place]))) for p in sources]
         return [registers.fused(scales[n // wide], columns[n % wide], total) for n, total in enumerate(sums)]
@@ -226,7 +247,10 @@ def _block_of_transposed(typingctx, x, row, z, y, column, registers):
 
 @intrinsic
 def _listed_block(typingctx, x, rows, count, W, y, column, registers):
-    """y[n, column + l] += Σ_k x[n, k] W[rows[k], column + l], n < 4, k < count, l < the width of so many registers."""
+    """y[n, column + l] += Σ_k x[n, k] W[rows[k], column + l], n < 4, k < count, l < the width of so many registers.
+
+    A single register may reach beyond the last column of W, with zeros there, but not of y.
+    """
     if not isinstance(registers, types.IntegerLiteral):
         return None
 
@@ -234,16 +258,17 @@ def _listed_block(typingctx, x, rows, count, W, y, column, registers):
         X, R, C, Y = (
             context.make_array(kind)(context, builder, values[n]) for kind, n in ((x, 0), (rows, 1), (W, 3), (y, 4))
         )
-        most, width = (cgutils.unpack_tuple(builder, array.shape)[1] for array in (X, C))
+        most, width, wide_y = (cgutils.unpack_tuple(builder, array.shape)[1] for array in (X, C, Y))
         sources = [builder.gep(X.data, [builder.mul(I64(n), most)]) for n in range(4)]
-        targets = [builder.gep(Y.data, [builder.add(builder.mul(I64(n), width), values[5])]) for n in range(4)]
+        targets = [builder.gep(Y.data, [builder.add(builder.mul(I64(n), wide_y), values[5])]) for n in range(4)]
 
         def strip(k):
             row = builder.load(builder.gep(R.data, [k]))
             return builder.gep(C.data, [builder.add(builder.mul(row, width), values[5])])
 
-        vectors = Registers(builder, C.data, x.dtype.bitwidth // 8)
-        sum_of_products(vectors, sources, targets, strip, values[2], registers.literal_value)
+        vectors, wide = Registers(builder, C.data, x.dtype.bitwidth // 8), registers.literal_value
+        mask = vectors.first(builder.sub(width, values[5])) if wide == 1 else None
+        sum_of_products(vectors, sources, targets, strip, values[2], wide, mask=mask)
         return context.get_dummy_value()
 
     n = types.intp
@@ -261,6 +286,8 @@ def times_listed(typingctx, x, rows, count, W, y):
         width, columns = (cgutils.unpack_tuple(builder, array.shape)[1] for array in (C, Y))
         vectors = Registers(builder, C.data, x.dtype.bitwidth // 8)
         last = builder.sub(values[2], I64(1))
+        whole = builder.sdiv(builder.sub(width, I64(1)), I64(vectors.count))  # registers before the last one
+        mask = vectors.first(builder.sub(width, builder.mul(whole, I64(vectors.count))))
 
         def pair(k, _):
             first = builder.mul(k, I64(2))
@@ -268,17 +295,17 @@ def times_listed(typingctx, x, rows, count, W, y):
             second = builder.select(builder.icmp_signed("<", second, last), second, last)
             listed = [builder.load(builder.gep(R.data, [at])) for at in (first, second)]
 
-            def products(register, sums):
+            def products(register, sums, mask=None):
                 column = builder.mul(register, I64(vectors.count))
 
                 def part(array, row):
                     place = builder.gep(array.data, [builder.add(builder.mul(row, width), column)])
-                    return vectors.load(vectors.at(place, 1)[0])
+                    return vectors.load(vectors.at(place, 1)[0], mask)
 
                 ws, xs = [part(C, row) for row in listed], [part(X, I64(n)) for n in range(4)]
                 return [vectors.fused(ws[n // 4], xs[n % 4], total) for n, total in enumerate(sums)]
 
-            sums = loop(builder, builder.sdiv(width, I64(vectors.count)), [vectors.zero()] * 8, products)
+            sums = products(whole, loop(builder, whole, [vectors.zero()] * 8, products), mask)
             for n, value in enumerate(sums):
                 place = builder.add(builder.mul(I64(n % 4), columns), listed[n // 4])
                 builder.store(vectors.total(value), builder.gep(Y.data, [place]))
@@ -288,6 +315,47 @@ def times_listed(typingctx, x, rows, count, W, y):
         return context.get_dummy_value()
 
     return types.void(x, rows, types.intp, W, y), generate
+
+
+@intrinsic
+def add_outer(typingctx, x, rows, count, z, y, column, registers):
+    """y[rows[k], column + l] += Σ_n x[n, k] z[n, column + l], n < 4, k < count, l < the width of so many registers.
+
+    z and y are equally wide, and a single register may reach beyond. Each sum is the same with any number of registers.
+    """
+    if not isinstance(registers, types.IntegerLiteral):
+        return None
+
+    def generate(context, builder, _, values):
+        X, R, Z, Y = (
+            context.make_array(kind)(context, builder, values[n]) for kind, n in ((x, 0), (rows, 1), (z, 3), (y, 4))
+        )
+        most, width = (cgutils.unpack_tuple(builder, array.shape)[1] for array in (X, Y))
+        vectors, wide = Registers(builder, Y.data, x.dtype.bitwidth // 8), registers.literal_value
+        mask = vectors.first(builder.sub(width, values[5])) if wide == 1 else None
+        sources = [builder.gep(X.data, [builder.mul(I64(n), most)]) for n in range(4)]
+
+        def strip(array, row):
+            place = builder.add(builder.mul(row, width), values[5])
+            return vectors.at(builder.gep(array.data, [place]), wide)
+
+        factors = [[vectors.load(p, mask) for p in strip(Z, I64(n))] for n in range(4)]
+
+        def add(k, _):
+            places = strip(Y, builder.load(builder.gep(R.data, [k])))
+            sums = [vectors.load(p, mask) for p in places]
+            for source, factor in zip(sources, factors, strict=True):
+                scale = vectors.splat(vectors.load(builder.gep(source, [k])))
+                sums = [vectors.fused(scale, f, total) for f, total in zip(factor, sums, strict=True)]
+            for total, place in zip(sums, places, strict=True):
+                vectors.store(total, place, mask)
+            return []
+
+        loop(builder, values[2], [], add)
+        return context.get_dummy_value()
+
+    n = types.intp
+    return types.void(x, rows, n, z, y, n, registers), generate
 
 
 @njit(error_model="numpy", nogil=True)
@@ -309,10 +377,10 @@ def add_product(x, begin, end, w, m, columns, y):
 def add_listed(x, rows, count, W, y):
     """y (4, whole strips) += x[:, :count] W[rows[:count]]."""
     one = VECTOR // x.itemsize
-    middle = y.shape[1] // (WIDE * one) * (WIDE * one)
+    middle = W.shape[1] // (WIDE * one) * (WIDE * one)
     for column in range(0, middle, WIDE * one):
         _listed_block(x, rows, count, W, y, column, WIDE)
-    for column in range(middle, y.shape[1], one):
+    for column in range(middle, W.shape[1], one):
         _listed_block(x, rows, count, W, y, column, 1)
 
 

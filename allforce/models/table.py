@@ -41,7 +41,7 @@ class TableConfig(Section):
 
 
 class InferenceTable(TableConfig):
-    """For a model that is not trained: nodes of the table where nobody is cost nothing (frozen_table.py), and the
+    """For a model that is not trained: nodes of the table where nobody is cost nothing (table_kernels.py), and the
     nets for every neighbour that comes closer than it reaches much."""
 
     reach = 0.7

@@ -18,7 +18,7 @@ from numba.extending import overload
 from allforce.models.kernels import options
 from allforce.models.pool import spread
 
-KERNELS = "b90919f2"  # numba takes a loop from its cache while its own file is the same: see POOL in kernels.py
+KERNELS = "869cdbd1"  # numba takes a loop from its cache while its own file is the same: see POOL in kernels.py
 
 # Not all of fastmath: what is subtracted below must not be put together before.
 exact: Any = {"fastmath": {"contract"}, "error_model": "numpy"}

@@ -15,7 +15,7 @@ from allforce.models.kernels import LANES, SLOPE, VALUE, inline, options, polyno
 from allforce.models.pool import spread
 from allforce.models.spline import WIDTH
 
-KERNELS = "b90919f2"  # numba takes a loop from its cache while its own file is the same: see POOL in kernels.py
+KERNELS = "869cdbd1"  # numba takes a loop from its cache while its own file is the same: see POOL in kernels.py
 
 
 @njit(**inline)

@@ -16,7 +16,7 @@ from allforce.models.pool import spread
 from allforce.models.products import VECTOR, add_transposed_product
 
 # digests of other files, see atom_kernels.py
-KERNELS, PRODUCTS, PLAIN = "b90919f2", "58a70ff6", "4f3ef42c"
+KERNELS, PRODUCTS, PLAIN = "869cdbd1", "e0c0578f", "4f3ef42c"
 
 PIECE = 32  # rows or columns of a large matrix
 BLOCK = 512  # entries that are looked at together

@@ -10,9 +10,10 @@ from suite import batch_of, structure
 from allforce.data.prepare import Limit, Needs
 from allforce.models import kernels
 from allforce.models.envmat import environment, switch
-from allforce.models.moments import Compiled, Geometry, TablePull, TableSum
+from allforce.models.moments import Compiled, Geometry, Listed, TablePull, TableSum
 from allforce.models.pool import gomp_parallel
 from allforce.models.spline import WIDTH, Grid, polynomials
+from allforce.models.table_kernels import strips_of
 
 RS, RC, P, CLOSE = 0.5, 4.0, 0.02, 1.0
 
@@ -116,22 +117,67 @@ def test_radial_loops_do_not_depend_on_threads_or_pieces():
         assert all(torch.equal(a, b) for a, b in zip(alone, run(pieces, pool), strict=True))
 
 
+def sum_pull_and_derivatives(g: Geometry, nets: int, M: int) -> list[torch.Tensor]:
+    """T, ∂E/∂r_e, what a loss on the latter gives for gT and C, and what a loss on T gives for C."""
+    generator = torch.Generator().manual_seed(5)
+    shape = nets, len(g.sel) * g.grid.K, M
+    C = torch.randn(shape, generator=generator, dtype=torch.float64).to(g.dtype).requires_grad_()
+    T = TableSum.apply(C, g)
+    gT = torch.randn(T.shape, generator=generator, dtype=torch.float64).to(g.dtype).requires_grad_()
+    pulled = TablePull.apply(gT, C, g)
+    u = torch.randn(pulled.shape, generator=generator, dtype=torch.float64)
+    derivatives = *torch.autograd.grad(pulled, (gT, C), u), *torch.autograd.grad(T, C, gT)
+    return [x.detach() for x in (T, pulled, *derivatives)]
+
+
+def with_empty_slots(row: str, group: list[int] | None, dtype: torch.dtype) -> Geometry:
+    g = geometry(row, group)
+    g.dtype, g.sel = dtype, 20.0 + g.sel
+    return g
+
+
+@pytest.mark.parametrize("M", [4, 21, 48, 100])  # less than a register, parts of one, whole strips, both
 @pytest.mark.parametrize("nets", [1, 3])
 @pytest.mark.parametrize("group", [None, [0, 0, 0]])
 @pytest.mark.parametrize("row", ["R", "w R"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_a_table_that_is_not_trained(dtype, row, group, nets):
-    """Atom by atom, with the columns that its neighbours meet."""
-    g = geometry(row, group)
-    g.dtype, g.sel = dtype, 20.0 + g.sel  # with empty slots
-    generator = torch.Generator().manual_seed(5)
-    C = torch.randn(nets, len(g.sel) * g.grid.K, 21, generator=generator, dtype=dtype)
+def test_listed_columns_are_all_that_matter(dtype, row, group, nets, M, monkeypatch):
+    """What the loops give, with the columns that neighbours meet, is what products with all of A give."""
+    g = with_empty_slots(row, group, dtype)
+    listed = sum_pull_and_derivatives(g, nets, M)
+    assert g.columns is not None and 0 < g.columns[2].max() < len(g.sel) * g.grid.K
+    monkeypatch.setenv(kernels.SWITCH, "torch")
+    dense = sum_pull_and_derivatives(with_empty_slots(row, group, dtype), nets, M)
+    for a, b in zip(listed, dense, strict=True):
+        rounding = torch.finfo(dtype).eps * 100 * float(b.abs().max())
+        torch.testing.assert_close(a, b, rtol=0, atol=rounding)
+
+
+@pytest.mark.parametrize("nets", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_listed_columns_do_not_depend_on_threads(dtype, nets):
+    """Nor on the strips of the gradient of the table, which are narrow where threads are many: bit for bit."""
+
+    def run(pool) -> list[torch.Tensor]:
+        g = with_empty_slots("R", None, dtype)
+        g.__class__ = type("Pooled", (Geometry,), {"pool": pool})
+        return sum_pull_and_derivatives(g, nets, 100)
+
+    alone = run((0, 1))
+    for threads in (2, 3, 40):
+        assert len(strips_of((15,) * nets, 100, 8, threads)) == nets * (5 if threads <= 5 * nets else 13)
+        assert all(torch.equal(a, b) for a, b in zip(alone, run((gomp_parallel(), threads)), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_table_that_is_not_trained(dtype):
+    """Gives the same bits, and A is not kept."""
+    g = with_empty_slots("R", None, dtype)
+    C = torch.randn(3, len(g.sel) * g.grid.K, 21, generator=torch.Generator().manual_seed(5), dtype=dtype)
     trained = C.clone().requires_grad_()
     T, expected = TableSum.apply(C, g), TableSum.apply(trained, g)
-    assert g.columns is not None and 0 < g.columns[1].max() < len(g.sel) * g.grid.K
-    close = {"rtol": 0, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-6, "atol": 1e-4}
-    torch.testing.assert_close(T, expected, **close)
-    torch.testing.assert_close(TablePull.apply(T, C, g), TablePull.apply(T, trained, g), **close)
+    assert torch.equal(T, expected) and Listed(C).sum(g, keep=False)[1] is None
+    assert torch.equal(TablePull.apply(T, C, g), TablePull.apply(T, trained, g))
 
 
 @pytest.mark.parametrize("K", [9, 10, 11, 64, 501])

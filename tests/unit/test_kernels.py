@@ -16,11 +16,11 @@ from allforce.models import (
     curve_kernels,
     dense_kernels,
     frozen_nets,
-    frozen_table,
     kernels,
     pinet2_kernels,
     pinet_kernels,
     scalar_kernels,
+    table_kernels,
     tanh,
     triple_kernels,
 )
@@ -55,7 +55,7 @@ def digest(name: str) -> str:
 def test_loops_are_compiled_anew_with_the_code_that_they_include():
     """When this fails, write the digest that it shows: the file with the loops is then another one for numba."""
     assert digest("pool") == kernels.POOL
-    multiplying = curve_kernels, dense_kernels, frozen_nets, frozen_table, muon_kernels, scalar_kernels
+    multiplying = curve_kernels, dense_kernels, frozen_nets, muon_kernels, scalar_kernels, table_kernels
     including = (atom_kernels, attention_kernels, pinet_kernels, pinet2_kernels, tanh, triple_kernels, *multiplying)
     assert {module.KERNELS for module in including} == {digest("kernels")}
     assert {module.PRODUCTS for module in multiplying} == {digest("products")}
