@@ -159,6 +159,13 @@ def _strip(x, begin, end, W, w_column, y, column):
 
 
 @njit(error_model="numpy", nogil=True)
+def _pair_strip(x, begin, end, W, w_column, y, column):
+    """Two registers of columns."""
+    for row in range(0, x.shape[0], ROWS):
+        _block(x, row, begin, end - begin, W, w_column, y, column, ROWS, 2)
+
+
+@njit(error_model="numpy", nogil=True)
 def _narrow_strip(x, begin, end, W, w_column, y, column):
     """One register of columns."""
     for row in range(0, x.shape[0], ROWS):
@@ -180,8 +187,10 @@ def add_plain_product(x, W, first, last, y):
         stop = min(k + DEPTH, m)
         for column in range(0, middle, WIDE * one):
             _strip(x, k, stop, W, first + column, y, column)
-        for column in range(middle, rest, one):
-            _narrow_strip(x, k, stop, W, first + column, y, column)
+        if rest - middle == 2 * one:
+            _pair_strip(x, k, stop, W, first + middle, y, middle)
+        elif rest - middle == one:
+            _narrow_strip(x, k, stop, W, first + middle, y, middle)
         if tail.shape[0] > 0:
             _narrow_strip(x, k, stop, tail, 0, y, rest)
 
