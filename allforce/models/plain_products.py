@@ -81,9 +81,13 @@ def _block(typingctx, x, row, begin, depth, W, w_column, y, column, rows, regist
         size = x.dtype.bitwidth // 8
         X, w, Y = (context.make_array(kind)(context, builder, values[n]) for kind, n in ((x, 0), (W, 4), (y, 6)))
         sources, targets = list(places(X, values[2])), list(places(Y, values[7]))
-        distance = cgutils.unpack_tuple(builder, w.shape)[1]
+        (_, wide_x), (_, distance) = (cgutils.unpack_tuple(builder, array.shape) for array in (X, w))
+        number = I64(rows.literal_value)
+        next_rows = builder.add(builder.mul(builder.add(values[1], number), wide_x), values[2])
+        next_rows = builder.gep(X.data, [next_rows])
 
         def strip(k):
+            fetch(builder, builder.gep(next_rows, [builder.mul(k, number)]))
             at = builder.mul(builder.add(values[2], k), distance)
             begin = builder.gep(w.data, [builder.add(at, values[5])])
             for line in range(registers.literal_value * VECTOR // LINE):

@@ -25,7 +25,7 @@ from allforce.models.products import VECTOR, add_transposed_product
 from allforce.models.tanh import tanh
 
 # digests of other files, see atom_kernels.py
-KERNELS, PRODUCTS, TANH, PLAIN = "b90919f2", "58a70ff6", "18012482", "d6a5ab11"
+KERNELS, PRODUCTS, TANH, PLAIN = "b90919f2", "58a70ff6", "18012482", "446199dc"
 
 CHUNK = 256  # rows of `pairs` at a time
 IN, OUT, COPIES, PLACE = range(

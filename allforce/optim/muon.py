@@ -343,10 +343,8 @@ def back_to_columns(root: Tensor, P: Tensor) -> Tensor:
 
 def move(flat: Tensor, places: np.ndarray, left: Tensor, right: Tensor, keep: float) -> None:
     """p ← keep p + left right by compiled loops, for the matrices that begin at these places."""
-    p, width = flat.numpy(), right.shape[2]
-    loop = muon_kernels.move_in_place if p.dtype == np.float32 and width % 16 == 0 else muon_kernels.move
-    pool = threads(len(left) * left.shape[1] * width // 16)
-    loop(p, places, left.numpy(), right.numpy(), p.dtype.type(keep), pool)
+    p, pool = flat.numpy(), threads(len(left) * left.shape[1] * right.shape[2] // 16)
+    muon_kernels.move(p, places, left.numpy(), right.numpy(), p.dtype.type(keep), pool)
 
 
 @lru_cache(maxsize=64)

@@ -17,7 +17,7 @@ from allforce.models.pool import spread
 from allforce.models.products import VECTOR, add_transposed_product
 
 # digests of other files, see atom_kernels.py
-KERNELS, PRODUCTS, PLAIN = "b90919f2", "58a70ff6", "d6a5ab11"
+KERNELS, PRODUCTS, PLAIN = "b90919f2", "58a70ff6", "446199dc"
 
 PIECE = 32  # rows of a large matrix
 SECTION = 8 * PIECE  # rows whose part of a sum over all rows one thread makes
@@ -196,13 +196,13 @@ def orthonormal(parts, smallest, jitter, P, pool):
 def _narrow(begin, end, X, P, B, parts):
     for task in range(begin, end):
         k, section = task // parts.shape[1], task % parts.shape[1]
-        part, stop = parts[k][section], min((section + 1) * SECTION, X.shape[1])
-        clear(part)
-        for first in range(section * SECTION, stop, PIECE):
-            b = B[k][first : min(first + PIECE, stop)]
-            clear(b)
-            add_plain_product(X[k][first : first + b.shape[0]], P[k], 0, P.shape[2], b)
-            add_transposed_product(b, b, part)
+        first, last = section * SECTION, min((section + 1) * SECTION, X.shape[1])
+        x, b = X[k][first:last], B[k][first:last]
+        clear(b)
+        for row in range(0, x.shape[0], PIECE):
+            add_plain_product(x[row : row + PIECE], P[k], 0, P.shape[2], b[row : row + PIECE])
+        clear(parts[k][section])
+        add_transposed_product(b, b, parts[k][section])
 
 
 @njit(**options)
@@ -307,19 +307,3 @@ def _move(begin, end, flat, places, left, right, keep):
 def move(flat, places, left, right, keep, pool):
     """p ← keep p + left right of matrices that begin at places[k]; keep in their precision."""
     spread(_move, left.shape[0] * -(-left.shape[1] // PIECE), (flat, places, left, right, keep), pool)
-
-
-@njit(**options)
-def _move_in_place(begin, end, flat, places, left, right, keep):
-    width = right.shape[2]
-    for task in range(begin, end):
-        k, first, last = piece_of(task, left.shape[1])
-        p = flat[places[k] + first * width : places[k] + last * width]
-        scaled(p, keep, p)
-        add_plain_product(left[k][first:last], right[k], 0, width, p.reshape(last - first, width))
-
-
-@njit(**options)
-def move_in_place(flat, places, left, right, keep, pool):
-    """The same where the precision is that of the product, and rows are whole registers."""
-    spread(_move_in_place, left.shape[0] * -(-left.shape[1] // PIECE), (flat, places, left, right, keep), pool)
