@@ -39,7 +39,7 @@ from allforce.models.scalar_kernels import (
 )
 
 # digests of other files, see atom_kernels.py
-KERNELS, PRODUCTS, PLAIN, SCALAR = "869cdbd1", "e0c0578f", "4f3ef42c", "2b5ef335"
+KERNELS, PRODUCTS, PLAIN, SCALAR = "869cdbd1", "e0c0578f", "446199dc", "3c3a2e9a"
 
 T, A = range(2)  # kept of each layer: φ(z) and a
 

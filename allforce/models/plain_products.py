@@ -81,9 +81,13 @@ def _block(typingctx, x, row, begin, depth, W, w_column, y, column, rows, regist
         size = x.dtype.bitwidth // 8
         X, w, Y = (context.make_array(kind)(context, builder, values[n]) for kind, n in ((x, 0), (W, 4), (y, 6)))
         sources, targets = list(places(X, values[2])), list(places(Y, values[7]))
-        distance = cgutils.unpack_tuple(builder, w.shape)[1]
+        (_, wide_x), (_, distance) = (cgutils.unpack_tuple(builder, array.shape) for array in (X, w))
+        number = I64(rows.literal_value)
+        next_rows = builder.add(builder.mul(builder.add(values[1], number), wide_x), values[2])
+        next_rows = builder.gep(X.data, [next_rows])
 
         def strip(k):
+            fetch(builder, builder.gep(next_rows, [builder.mul(k, number)]))
             at = builder.mul(builder.add(values[2], k), distance)
             begin = builder.gep(w.data, [builder.add(at, values[5])])
             for line in range(registers.literal_value * VECTOR // LINE):
@@ -159,6 +163,13 @@ def _strip(x, begin, end, W, w_column, y, column):
 
 
 @njit(error_model="numpy", nogil=True)
+def _pair_strip(x, begin, end, W, w_column, y, column):
+    """Two registers of columns."""
+    for row in range(0, x.shape[0], ROWS):
+        _block(x, row, begin, end - begin, W, w_column, y, column, ROWS, 2)
+
+
+@njit(error_model="numpy", nogil=True)
 def _narrow_strip(x, begin, end, W, w_column, y, column):
     """One register of columns."""
     for row in range(0, x.shape[0], ROWS):
@@ -180,8 +191,10 @@ def add_plain_product(x, W, first, last, y):
         stop = min(k + DEPTH, m)
         for column in range(0, middle, WIDE * one):
             _strip(x, k, stop, W, first + column, y, column)
-        for column in range(middle, rest, one):
-            _narrow_strip(x, k, stop, W, first + column, y, column)
+        if rest - middle == 2 * one:
+            _pair_strip(x, k, stop, W, first + middle, y, middle)
+        elif rest - middle == one:
+            _narrow_strip(x, k, stop, W, first + middle, y, middle)
         if tail.shape[0] > 0:
             _narrow_strip(x, k, stop, tail, 0, y, rest)
 

@@ -25,7 +25,7 @@ from allforce.models.products import VECTOR, add_transposed_product
 from allforce.models.tanh import tanh
 
 # digests of other files, see atom_kernels.py
-KERNELS, PRODUCTS, TANH, PLAIN = "869cdbd1", "e0c0578f", "15cf8eb2", "4f3ef42c"
+KERNELS, PRODUCTS, TANH, PLAIN = "869cdbd1", "e0c0578f", "15cf8eb2", "446199dc"
 
 CHUNK = 256  # rows of `pairs` at a time
 IN, OUT, COPIES, PLACE = range(

@@ -8,7 +8,9 @@ side (n of m × n) is cut to `rank` r orthonormal directions first, which a rand
 
     P = orthonormal(Xᵀ Ω)   (n × r)        B = X P   (m × r)        U = B (BᵀB)^(-1/2) Pᵀ
 
-A short side below 2r is left whole (P = 1). The inverse root of the Gram matrix R = BᵀB is made by an iteration:
+Ω has TERMS numbers, 1 or -1, in each row, and zeros: it finds what one of normal numbers does (a sparse sign embedding,
+Martinsson and Tropp 2020), and Xᵀ Ω is some sums of rows of X, made while these are in the cache for the momentum. A
+short side below 2r is left whole (P = 1). The inverse root of the Gram matrix R = BᵀB is made by an iteration:
 
     Z = a + b R + R² (c + d R + e R²)     Q ← Q Z     R ← Z R Z         so that Q R₀ Q → 1
 
@@ -55,6 +57,8 @@ COEFFICIENTS = (
 SMALLEST = 1e-36  # a Gram matrix below counts as zero
 ROUNDING = 1.001  # the bound of the largest eigenvalue is met by a matrix of rank 1: a little above it
 LARGE = 2**22  # operations of a product that uses all threads by itself
+TERMS = 2  # numbers in a row of Ω that are not zero
+NO_SIGNS = np.empty((0, 0), np.int64), np.empty((0, 0), np.float32)
 JITTER = 1e-13  # of a Gram matrix of size 1, so that it can be decomposed also without full rank
 
 
@@ -65,7 +69,7 @@ class HybridMuonConfig(Section):
     momentum: float = key(0.95, "Decay of the mean of a matrix's gradient.", ge=0, lt=1, aliases=("muon_momentum",))
     momentum_warmup: Int = key(
         0,
-        "Steps in which `momentum` rises linearly from 0.85: in the beginning, gradients of long ago are of little use.",
+        "Steps in which `momentum` rises linearly from 0.85: at first, gradients of long ago are of little use.",
         ge=0,
         own=True,
     )
@@ -121,16 +125,20 @@ class Matrices:
         self._places = places_in(self._matrices, self._flat)
         self._gradient_places = places_in([matrix for g in self._gradients for matrix in g], parameters.gradient)
         width = kept_side(shape, rank)
-        self._omega = random_matrix(max(shape), width).to(device) if width < min(shape) else None
+        cut = width < min(shape)
+        self._omega = random_matrix(max(shape), width).to(device) if cut else None
         self._basis, self._narrow = self.ahead, self.ahead  # P (k, short, r) and B (k, long, r) of the last step
         whole = width % 16 == 0 and min(shape) % 8 == 0  # the loops take whole registers
-        self._loops = self._omega is not None and self.tall and whole and self._compiled
+        self._loops = cut and self.tall and whole and self._compiled
+        self._signs = random_signs(shape[0], width) if self._loops else NO_SIGNS
+        sections = -(-shape[0] // muon_kernels.SECTION)
+        self._sketch = torch.empty(sum(counts), sections, width if self._loops else 0, shape[1])  # parts of (Xᵀ Ω)ᵀ
         self._in_place = self._values[0].dtype == torch.float32 and 2 * prod(shape) * width >= LARGE
 
     def gram(self, beta: float) -> Tensor:
         """Take the gradient into the momentum; R (k, r, r)."""
         if self._compiled:
-            follow(self._flat_gradient, self._gradient_places, beta, self.momentum, self.ahead, self.used)
+            self._follow(beta)
         else:
             torch._foreach_copy_(self._copies, self._gradients)
             length = torch.linalg.vector_norm(self.ahead.flatten(1), dim=1)  # the fastest look at all entries
@@ -142,30 +150,35 @@ class Matrices:
             self._narrow = X
             return product(X.mT, X)
         if self._loops:
-            self._basis, self._narrow, R = directions(X, self._omega)
+            self._basis, self._narrow, R = directions(X, self._sketch)
             return R
         self._basis = orthonormal(product(X.mT, self._omega.expand(len(X), -1, -1)))
         self._narrow = product(X, self._basis)
         return product(self._narrow.mT, self._narrow)
 
+    def _follow(self, beta: float) -> None:
+        """Momentum, X, `used` and the sketch by compiled loops, which read the gradient where it lies."""
+        gradient, pool = (self._flat_gradient.numpy(), self._gradient_places), threads(self.momentum.numel() // 16)
+        moving = self.momentum.numpy(), self.ahead.numpy(), self.used.view(-1).numpy()
+        muon_kernels.follow(*gradient, np.float32(1 - beta), *moving, *self._signs, self._sketch.numpy(), pool)
+
     def move(self, root: Tensor, rate: float, weight_decay: float) -> None:
         """Along U = B R^(-1/2) Pᵀ; large matrices of the same precision take the product where they lie."""
-        root = root * (self.scale * self.used)
+        root, keep = root * (-rate * self.scale * self.used), 1 - rate * weight_decay
         if self._loops:
-            right = back_to_columns(root, self._basis)
-            move(self._flat, self._places, self._narrow, right, 1 - rate * weight_decay, rate)
+            move(self._flat, self._places, self._narrow, back_to_columns(root, self._basis), keep)
             return
         left, right = self._narrow, root if self._omega is None else product(root, self._basis.mT)
         if not self.tall:
             left, right = right.mT, left.mT
         if self._in_place:
             for value, a, b in zip(self._matrices, left, right, strict=True):
-                value.addmm_(a, b, beta=1 - rate * weight_decay, alpha=-rate)
+                value.addmm_(a, b, beta=keep)
             return
         if weight_decay:
-            torch._foreach_mul_(self._values, 1 - rate * weight_decay)
-        U = product(left, right)  # (k, m, n)
-        torch._foreach_add_(self._values, list(U.split(self._counts)), alpha=-rate)
+            torch._foreach_mul_(self._values, keep)
+        step = product(left, right)  # (k, m, n)
+        torch._foreach_add_(self._values, list(step.split(self._counts)))
 
 
 class HybridMuon(Optimizer):
@@ -324,21 +337,13 @@ def places_in(views: list[Tensor], flat: Tensor) -> np.ndarray:
     return np.array([view.storage_offset() - flat.storage_offset() for view in views], dtype=np.int64)
 
 
-def follow(gradient: Tensor, places: np.ndarray, beta: float, momentum: Tensor, X: Tensor, used: Tensor) -> None:
-    """Momentum, X and which matrices have a gradient, by compiled loops that read it where it lies."""
-    numbers, pool = (gradient.numpy(), places, np.float32(1 - beta)), threads(momentum.numel() // 16)
-    muon_kernels.follow(*numbers, momentum.numpy(), X.numpy(), used.view(-1).numpy(), pool)
-
-
-def directions(X: Tensor, omega: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """P, B and R of X (k, long, short) by compiled loops."""
-    (k, long, short), r = X.shape, omega.shape[1]
-    Y, P, B, R = (X.new_empty(k, n, r) for n in (short, short, long, r))
-    pool = threads(X.numel() // 16)
-    muon_kernels.sketch(X.numpy(), omega.numpy(), Y.numpy(), pool)
-    muon_kernels.orthonormal(Y.numpy(), SMALLEST, JITTER, P.numpy(), pool)
-    muon_kernels.narrow(X.numpy(), P.numpy(), B.numpy(), pool)
-    muon_kernels.gram(B.numpy(), R.numpy(), pool)
+def directions(X: Tensor, sketch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """P, B and R of X (k, long, short) by compiled loops, from parts (k, ·, r, short) of (Xᵀ Ω)ᵀ."""
+    (k, long, short), r = X.shape, sketch.shape[2]
+    P, B, R = (X.new_empty(k, n, r) for n in (short, long, r))
+    parts, pool = X.new_empty(k, sketch.shape[1], r, r), threads(X.numel() // 16)
+    muon_kernels.orthonormal(sketch.numpy(), SMALLEST, JITTER, P.numpy(), pool)
+    muon_kernels.narrow(X.numpy(), P.numpy(), B.numpy(), parts.numpy(), R.numpy(), pool)
     return P, B, R
 
 
@@ -349,17 +354,29 @@ def back_to_columns(root: Tensor, P: Tensor) -> Tensor:
     return out
 
 
-def move(flat: Tensor, places: np.ndarray, left: Tensor, right: Tensor, keep: float, rate: float) -> None:
-    """p ← keep p − rate (left right) by compiled loops, for the matrices that begin at these places."""
-    p = flat.numpy()
-    numbers, pool = (p.dtype.type(keep), p.dtype.type(rate)), threads(len(left) * left.shape[1] * right.shape[2] // 16)
-    muon_kernels.move(p, places, left.numpy(), right.numpy(), *numbers, pool)
+def move(flat: Tensor, places: np.ndarray, left: Tensor, right: Tensor, keep: float) -> None:
+    """p ← keep p + left right by compiled loops, for the matrices that begin at these places."""
+    p, pool = flat.numpy(), threads(len(left) * left.shape[1] * right.shape[2] // 16)
+    muon_kernels.move(p, places, left.numpy(), right.numpy(), p.dtype.type(keep), pool)
 
 
 @lru_cache(maxsize=64)
+def random_signs(long: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where in a row of Ω there are numbers, and these, 1 or -1: (long, TERMS) each.
+
+    The same in every step, on every worker and in every run. Of `rank` successive rows every column gets as many.
+    """
+    rng = torch.Generator().manual_seed(0)
+    order = torch.cat([torch.randperm(rank, generator=rng) for _ in range(0, long, rank)])[:long]
+    columns = (order[:, None] + torch.arange(TERMS)) % rank
+    signs = 2 * torch.randint(2, columns.shape, generator=rng) - 1
+    return columns.numpy(), signs.float().numpy()
+
+
 def random_matrix(long: int, rank: int) -> Tensor:
-    """Ω, the same in every step, on every worker and in every run."""
-    return torch.randn(long, rank, generator=torch.Generator().manual_seed(0))
+    """Ω (long, rank)."""
+    columns, signs = random_signs(long, rank)
+    return torch.zeros(long, rank).scatter_(1, torch.from_numpy(columns), torch.from_numpy(signs))
 
 
 def orthonormal(Y: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """Compiled loops for CPUs (numba) of HybridMuon's update, see muon.py for letters and equations.
 
-Of stacks of matrices (k, ·, ·) every thread takes pieces: columns of X for Y = Xᵀ Ω, rows of X for the momentum, for
-B = X P and for the product that moves a parameter, whole matrices for what is r × r. What becomes of a matrix does not
-depend on the others in its stack, nor on the number of threads.
+Of stacks of matrices (k, ·, ·) every thread takes pieces: rows of X for the momentum, for B = X P and for the product
+that moves a parameter, whole matrices for what is r × r. Sums over rows (Xᵀ Ω and Bᵀ B) are made in sections, on the
+way, while the rows are in the cache, and the sections added in their order. So what becomes of a matrix does not depend
+on the others in its stack, nor on the number of threads.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from allforce.models.pool import spread
 from allforce.models.products import VECTOR, add_transposed_product
 
 # digests of other files, see atom_kernels.py
-KERNELS, PRODUCTS, PLAIN = "869cdbd1", "e0c0578f", "4f3ef42c"
+KERNELS, PRODUCTS, PLAIN = "869cdbd1", "e0c0578f", "446199dc"
 
-PIECE = 32  # rows or columns of a large matrix
+PIECE = 32  # rows of a large matrix
+SECTION = 8 * PIECE  # rows whose part of a sum over all rows one thread makes
 BLOCK = 512  # entries that are looked at together
 
 
@@ -31,12 +33,27 @@ def piece_of(task, long):
 
 
 @njit(**options)
-def columns(x, left, right, out):
-    """x[:, left:right], in the first columns of out."""
-    for k in range(out.shape[0]):
-        source, target = x[k][left:right], out[k]
-        for c in range(source.shape[0]):
+def copy_rows(x, y):
+    """The numbers of x in the first columns of y, or as many as y has."""
+    for k in range(y.shape[0]):
+        source, target = x[k], y[k]
+        for c in range(min(source.shape[0], target.shape[0])):
             target[c] = source[c]
+
+
+@njit(**options)
+def add_scaled(x, factor, y):
+    """y += factor x."""
+    for n in range(y.shape[0]):
+        y[n] += factor * x[n]
+
+
+@njit(**options)
+def add_up(parts, total):
+    """total = Σ_n parts[n], in this order."""
+    clear(total)
+    for n in range(parts.shape[0]):
+        add_scaled(parts[n].reshape(-1), total.dtype.type(1), total.reshape(-1))
 
 
 @njit(**options)
@@ -64,48 +81,41 @@ def anything(x):
 
 
 @njit(**options)
-def _follow(begin, end, gradient, places, weight, momentum, X, used):
+def _follow(begin, end, gradient, places, weight, momentum, X, used, columns, signs, parts):
     for task in range(begin, end):
-        k, first, last = piece_of(task, X.shape[1])
-        m, x = momentum[k][first:last].reshape(-1), X[k][first:last].reshape(-1)
-        start = places[k] + first * X.shape[2]
-        g, w = gradient[start : start + m.shape[0]], weight * used[k]
-        for n in range(m.shape[0]):
-            now = X.dtype.type(g[n])
-            mean = m[n] + w * (now - m[n])
-            m[n] = mean
-            x[n] = mean + w * (now - mean)
+        k, section = task // parts.shape[1], task % parts.shape[1]
+        part, w, stop = parts[k][section], weight * used[k], min((section + 1) * SECTION, X.shape[1])
+        clear(part)
+        for first in range(section * SECTION, stop, PIECE):
+            last = min(first + PIECE, stop)
+            m, x = momentum[k][first:last].reshape(-1), X[k][first:last].reshape(-1)
+            start = places[k] + first * X.shape[2]
+            g = gradient[start : start + m.shape[0]]
+            for n in range(m.shape[0]):
+                now = X.dtype.type(g[n])
+                mean = m[n] + w * (now - m[n])
+                m[n] = mean
+                x[n] = mean + w * (now - mean)
+            for i in range(first, last):
+                for t in range(columns.shape[1]):
+                    add_scaled(X[k][i], signs[i, t], part[columns[i, t]])
 
 
 @njit(**options)
-def follow(gradient, places, weight, momentum, X, used, pool):
+def follow(gradient, places, weight, momentum, X, used, columns, signs, parts, pool):
     """m ← m + w (g − m) and X = m + w (g − m) of matrices (k, ·, ·) whose gradient begins at places[k].
 
+    parts (k, sections, r, short): of (Xᵀ Ω)ᵀ for Ω with signs[i] in the columns[i] of row i; both can be none.
     Where the gradient is zero, w is: nearly always it is not at the first entries, so one thread looks.
     """
     size = X.shape[1] * X.shape[2]
     for k in range(X.shape[0]):
         used[k] = 1 if anything(gradient[places[k] : places[k] + size]) else 0
-    spread(_follow, X.shape[0] * -(-X.shape[1] // PIECE), (gradient, places, weight, momentum, X, used), pool)
+    arguments = (gradient, places, weight, momentum, X, used, columns, signs, parts)
+    spread(_follow, parts.shape[0] * parts.shape[1], arguments, pool)
 
 
 # ---- the directions
-
-
-@njit(**options)
-def _sketch(begin, end, X, omega, Y):
-    for task in range(begin, end):
-        k, left, right = piece_of(task, X.shape[2])
-        x = np.empty((X.shape[1], right - left), X.dtype)
-        columns(X[k], left, right, x)
-        clear(Y[k][left:right])
-        add_transposed_product(x, omega, Y[k][left:right])
-
-
-@njit(**options)
-def sketch(X, omega, Y, pool):
-    """Y = Xᵀ Ω (k, short, r), r whole registers."""
-    spread(_sketch, X.shape[0] * -(-X.shape[2] // PIECE), (X, omega, Y), pool)
 
 
 @njit(**options)
@@ -137,12 +147,16 @@ def inverse_of_lower(L, inverse):
 
 
 @njit(**options)
-def _orthonormal(begin, end, Y, smallest, jitter, P):
-    rank = Y.shape[2]
-    y, S, inverse = np.empty((Y.shape[1], rank)), np.empty((rank, rank)), np.empty((rank, rank))
+def _orthonormal(begin, end, parts, smallest, jitter, P):
+    short, rank = P.shape[1:]
+    y, S, inverse = np.empty((short, rank)), np.empty((rank, rank)), np.empty((rank, rank))
+    sketch = np.empty((rank, short), parts.dtype)
     for k in range(begin, end):
-        size = np.sqrt(sum_of_squares(Y[k].reshape(-1)))
-        scaled(Y[k].reshape(-1), 1 / max(size, smallest), y.reshape(-1))
+        add_up(parts[k], sketch)
+        factor = 1 / max(np.sqrt(sum_of_squares(sketch.reshape(-1))), smallest)
+        for i in range(short):
+            for j in range(rank):
+                y[i, j] = factor * sketch[j, i]
         clear(S)
         add_transposed_product(y, y, S)
         for i in range(rank):
@@ -173,39 +187,30 @@ def scaled(x, factor, y):
 
 
 @njit(**options)
-def orthonormal(Y, smallest, jitter, P, pool):
-    """P (k, short, r), as muon.orthonormal."""
-    spread(_orthonormal, Y.shape[0], (Y, smallest, jitter, P), pool)
+def orthonormal(parts, smallest, jitter, P, pool):
+    """P (k, short, r), as muon.orthonormal for Yᵀ in parts (k, sections, r, short)."""
+    spread(_orthonormal, parts.shape[0], (parts, smallest, jitter, P), pool)
 
 
 @njit(**options)
-def _narrow(begin, end, X, P, B):
+def _narrow(begin, end, X, P, B, parts):
     for task in range(begin, end):
-        k, first, last = piece_of(task, X.shape[1])
-        clear(B[k][first:last])
-        add_plain_product(X[k][first:last], P[k], 0, P.shape[2], B[k][first:last])
+        k, section = task // parts.shape[1], task % parts.shape[1]
+        first, last = section * SECTION, min((section + 1) * SECTION, X.shape[1])
+        x, b = X[k][first:last], B[k][first:last]
+        clear(b)
+        for row in range(0, x.shape[0], PIECE):
+            add_plain_product(x[row : row + PIECE], P[k], 0, P.shape[2], b[row : row + PIECE])
+        clear(parts[k][section])
+        add_transposed_product(b, b, parts[k][section])
 
 
 @njit(**options)
-def narrow(X, P, B, pool):
-    """B = X P (k, long, r)."""
-    spread(_narrow, X.shape[0] * -(-X.shape[1] // PIECE), (X, P, B), pool)
-
-
-@njit(**options)
-def _gram(begin, end, B, R):
-    for task in range(begin, end):
-        k, left, right = piece_of(task, B.shape[2])
-        b = np.empty((B.shape[1], right - left), B.dtype)
-        columns(B[k], left, right, b)
-        clear(R[k][left:right])
-        add_transposed_product(b, B[k], R[k][left:right])
-
-
-@njit(**options)
-def gram(B, R, pool):
-    """R = Bᵀ B (k, r, r)."""
-    spread(_gram, B.shape[0] * -(-B.shape[2] // PIECE), (B, R), pool)
+def narrow(X, P, B, parts, R, pool):
+    """B = X P (k, long, r) and R = Bᵀ B (k, r, r), from its parts (k, sections, r, r)."""
+    spread(_narrow, parts.shape[0] * parts.shape[1], (X, P, B, parts), pool)
+    for k in range(R.shape[0]):
+        add_up(parts[k], R[k])
 
 
 # ---- the iteration
@@ -244,7 +249,7 @@ def _inverse_root(begin, end, R, coefficients, smallest, rounding, Q):
     lanes = VECTOR // R.itemsize
     for k in range(begin, end):
         A = np.zeros((side, -(-side // lanes) * lanes), R.dtype)
-        columns(R[k], 0, side, A)
+        copy_rows(R[k], A)
         size = max(np.sqrt(sum_of_squares(A.reshape(-1))), smallest)
         scaled(A.reshape(-1), R.dtype.type(1 / size), A.reshape(-1))
         square = times(A, A)
@@ -259,7 +264,7 @@ def _inverse_root(begin, end, R, coefficients, smallest, rounding, Q):
             Z = polynomial(A, times(A, A), coefficients[c])
             total = times(total, Z)
         scaled(total.reshape(-1), R.dtype.type(1 / np.sqrt(size * bound)), total.reshape(-1))
-        columns(total, 0, side, Q[k])
+        copy_rows(total, Q[k])
 
 
 @njit(**options)
@@ -285,7 +290,7 @@ def back_to_columns(root, P, out, pool):
 
 
 @njit(**options)
-def _move(begin, end, flat, places, left, right, keep, rate):
+def _move(begin, end, flat, places, left, right, keep):
     lanes, width = VECTOR // left.itemsize, right.shape[2]
     for task in range(begin, end):
         k, first, last = piece_of(task, left.shape[1])
@@ -295,10 +300,10 @@ def _move(begin, end, flat, places, left, right, keep, rate):
             start = places[k] + (first + i) * width
             p, u = flat[start : start + width], U[i]
             for c in range(p.shape[0]):
-                p[c] = keep * p[c] - rate * u[c]
+                p[c] = keep * p[c] + u[c]
 
 
 @njit(**options)
-def move(flat, places, left, right, keep, rate, pool):
-    """p ← keep p − rate (left right) of matrices that begin at places[k]; keep and rate in their precision."""
-    spread(_move, left.shape[0] * -(-left.shape[1] // PIECE), (flat, places, left, right, keep, rate), pool)
+def move(flat, places, left, right, keep, pool):
+    """p ← keep p + left right of matrices that begin at places[k]; keep in their precision."""
+    spread(_move, left.shape[0] * -(-left.shape[1] // PIECE), (flat, places, left, right, keep), pool)

@@ -80,7 +80,8 @@ def test_derivatives_are_those_of_the_energy_along_the_signs():
 @pytest.mark.parametrize(("equations", "unknowns"), [(200, 30), (30, 200)])
 def test_solution_is_that_of_ridge_regression_with_the_weights_of_the_evidence(equations, unknowns):
     rng = np.random.default_rng(1)
-    M, true = rng.normal(size=(equations, unknowns)), rng.normal(size=unknowns)
+    sizes = 1.0 / (1.0 + np.arange(unknowns))  # as of a layer's outputs: few large, many small
+    M, true = rng.normal(size=(equations, unknowns)) * sizes, rng.normal(size=unknowns)
     noise = 0.3 * rng.normal(size=equations)
     delta = by_evidence(M, M @ true + noise)
     # at the fixed point α/η, which the gradient of the square error gives, is what the two equations for them say
@@ -90,8 +91,7 @@ def test_solution_is_that_of_ridge_regression_with_the_weights_of_the_evidence(e
     s = np.linalg.svd(M, compute_uv=False) ** 2
     gamma = (s / (s + ratio)).sum()
     assert ratio == pytest.approx((gamma / (delta @ delta)) / ((equations - gamma) / (left @ left)), rel=0.02)
-    if equations > unknowns:
-        assert np.linalg.norm(delta - true) < 0.1 * np.linalg.norm(true)
+    assert np.abs(delta - true)[:3].max() < 0.5
     assert left @ left < t @ t
 
 

@@ -49,7 +49,7 @@ def test_adam_is_torchs(config):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_is_complete(name):
     """Another optimizer that is given tensors and numbers goes on exactly alike."""
-    shapes, config = [(6, 4), (4,), (4, 4)], OPTIMIZERS[name].Config()
+    shapes, config = [(6, 4), (4,), (4, 4), (300, 80)], OPTIMIZERS[name].Config()
     torch.manual_seed(0)
     first = make(config, *(torch.randn(s) for s in shapes))
     gradients = [[torch.randn(s) for s in shapes] for _ in range(6)]
@@ -334,3 +334,16 @@ def test_roots_of_compiled_loops(side, monkeypatch):
     expected = muon.inverse_root(R)
     assert (found - expected).abs().max() <= 2e-3 * expected.abs().max()
     assert (torch.linalg.svdvals(B @ found) - 1).abs().max() <= muon.SPREAD + 0.01
+
+
+@pytest.mark.parametrize("weights", [(0, 0), (0, -3), (-3, 0)])
+@pytest.mark.parametrize("long, short", [(400, 240), (240, 240), (64, 64)])
+def test_few_signs_find_the_directions_that_normal_numbers_do(long, short, weights):
+    """What is left of a matrix outside 32 directions, in the mean of ten, whichever rows are the largest."""
+    omega, rng = muon.random_matrix(long, 32), torch.Generator().manual_seed(0)
+    assert (omega.abs().sum(1) == muon.TERMS).all() and (omega.abs().sum(0) >= muon.TERMS * (long // 32)).all()
+    X = torch.logspace(*weights, long)[:, None] * torch.randn(10, long, short, generator=rng)
+    X *= torch.logspace(0, -6, short)
+    found = [muon.orthonormal(X.mT @ w) for w in (omega, torch.randn(10, long, 32, generator=rng))]
+    ours, normal = (torch.linalg.matrix_norm(X - X @ P @ P.mT).mean() for P in found)
+    assert ours < 1.25 * normal
