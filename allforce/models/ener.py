@@ -112,6 +112,10 @@ class EnerFitting(NetFitting, EnergyFitting):
         sums_dot = a.new_zeros(p, frames * nets, H, dtype=torch.float64).index_add_(1, place, a_dot.double())
         return sums.view(frames, -1), sums_dot.view(p, frames, -1)
 
+    def last_layer(self) -> np.ndarray:
+        """w (nets·H,)."""
+        return np.concatenate([to_numpy(net.layers[-1].w)[:, 0] for net in self.nets])
+
     @torch.no_grad()
     def change_last_layer(self, delta: np.ndarray) -> None:
         """w ← w + δ (nets·H,)."""

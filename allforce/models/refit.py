@@ -12,6 +12,10 @@ evaluating it. Equations of a kind count by the inverse of their mean square (th
 |δ|² is held small by as much as the evidence says (D. J. C. MacKay, Neural Computation 4, 415 (1992)):
 
     δ = argmin η |M δ − t|² + α |δ|²      γ = Σ η s²/(η s² + α)      α = γ/|δ|²      η = (n − γ)/|M δ − t|²
+
+but at least so much that the change is expected to be smaller than w itself, α ≥ TIGHT/<w²>. The data alone would often
+like weights a hundred times as large, which cancel each other: errors on other frames of the same kind are then smaller
+still, but molecular dynamics leaves the places where they cancel.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import numpy as np
 
 PROBES = 4  # displacements v of a frame
 ENERGIES = 3.0
+TIGHT = 3.0
 ROUNDS, SETTLED = 1000, 1e-4  # of the iteration for α and η, at most, and the change of their ratio that ends it
 SMALLEST = 1e-12  # of the largest eigenvalue: less is rounding
 
@@ -54,12 +59,12 @@ class Equations:
         counts, x, missing = table[:, 1 : 1 + ntypes], table[:, 1 + ntypes : -1], table[:, -1]
         return cls(counts[energies], x[energies], missing[energies], x[~energies], missing[~energies])
 
-    def solve(self) -> np.ndarray:
-        """δ (unknowns,)."""
+    def solve(self, w: np.ndarray) -> np.ndarray:
+        """δ (unknowns,) of w."""
         x, missing = without_bias(self.counts, self.x), without_bias(self.counts, self.missing)
         parts = [weighted(x, missing, ENERGIES), weighted(self.x_dot, self.missing_dot, 1.0)]
         M, t = (np.concatenate(part) for part in zip(*parts, strict=True))
-        return by_evidence(M, t)
+        return by_evidence(M, t, TIGHT / max(float(np.mean(w**2)), SMALLEST))
 
 
 def without_bias(counts: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -74,8 +79,8 @@ def weighted(x: np.ndarray, y: np.ndarray, weight: float) -> tuple[np.ndarray, n
     return factor * x, factor * y
 
 
-def by_evidence(M: np.ndarray, t: np.ndarray) -> np.ndarray:
-    """δ of the equations M δ = t, see the head of this file; zero where nothing speaks for another."""
+def by_evidence(M: np.ndarray, t: np.ndarray, least: float) -> np.ndarray:
+    """δ of the equations M δ = t with α ≥ least, see the head of this file; zero where nothing speaks for another."""
     n, unknowns = M.shape
     tall = n >= unknowns
     squares, vectors = np.linalg.eigh(M.T @ M if tall else M @ M.T)  # s²
@@ -84,7 +89,7 @@ def by_evidence(M: np.ndarray, t: np.ndarray) -> np.ndarray:
         return np.zeros(unknowns)
     squares, vectors = squares[kept], vectors[:, kept]
     basis = vectors if tall else M.T @ vectors / np.sqrt(squares)  # (unknowns, ·), orthonormal columns
-    along, alpha, eta = basis.T @ (M.T @ t), 1e-2 * squares.mean(), 1.0
+    along, alpha, eta = basis.T @ (M.T @ t), max(least, 1e-2 * squares.mean()), 1.0
     for _ in range(ROUNDS):
         delta = eta * along / (eta * squares + alpha)
         gamma = float((eta * squares / (eta * squares + alpha)).sum())
@@ -92,7 +97,7 @@ def by_evidence(M: np.ndarray, t: np.ndarray) -> np.ndarray:
         length = float(delta @ delta)
         if not (left > 0 and length > 0 and gamma < n):
             break
-        before, alpha, eta = alpha / eta, gamma / length, (n - gamma) / left
+        before, alpha, eta = alpha / eta, max(least, gamma / length), (n - gamma) / left
         if abs(alpha / eta / before - 1) < SETTLED:
             break
     return basis @ delta

@@ -190,7 +190,7 @@ class StandardModel(Potential):
             for p in trained:
                 p.requires_grad_(True)
         equations = Equations.of_table(sample.rows(rows, Equations.width(nt, unknowns)), nt)
-        delta = equations.solve()
+        delta = equations.solve(f.last_layer())
         f.change_last_layer(delta)
         lines = [f"last layer fitted to {len(equations.x)} energies and {len(equations.x_dot)} derivatives of them"]
         if len(equations.x) > 0:

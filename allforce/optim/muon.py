@@ -47,7 +47,6 @@ from allforce.optim import muon_kernels
 from allforce.optim.optimizer import TYPE_HELP, Optimizer, Parameters
 
 EPSILON = 1e-8  # of Adam
-FIRST_MOMENTUM = 0.85  # with momentum_warmup
 FLOOR, SPREAD = 0.001, 0.45
 COEFFICIENTS = (
     (15.076044, -148.072247, 493.18022, -634.18999, 275.990897),
@@ -67,12 +66,6 @@ class HybridMuonConfig(Section):
 
     type: Literal["HybridMuon"] = key("HybridMuon", TYPE_HELP)
     momentum: float = key(0.95, "Decay of the mean of a matrix's gradient.", ge=0, lt=1, aliases=("muon_momentum",))
-    momentum_warmup: Int = key(
-        0,
-        "Steps in which `momentum` rises linearly from 0.85: at first, gradients of long ago are of little use.",
-        ge=0,
-        own=True,
-    )
     adam_beta1: float = key(0.9, "Decay of the mean of a vector's gradient.", ge=0, lt=1)
     adam_beta2: float = key(0.95, "Decay of the mean of its square.", ge=0, lt=1)
     weight_decay: float = key(0.001, "Weight decay of matrices, apart from the gradient.", ge=0)
@@ -212,11 +205,6 @@ class HybridMuon(Optimizer):
         c = self.config
         return c.lr_adjust_coeff * sqrt(max(m, n)) if c.lr_adjust <= 0 else sqrt(max(1.0, m / n))
 
-    def _momentum(self) -> float:
-        c = self.config
-        left = max(0.0, 1.0 - self.updates / c.momentum_warmup) if c.momentum_warmup else 0.0
-        return c.momentum - left * max(0.0, c.momentum - FIRST_MOMENTUM)
-
     def _set_vectors(self, values: dict[str, Tensor]) -> None:
         names, gradients = self.vector_names, self.parameters.gradient_views
         self._vectors = [values[n].view(-1) for n in names]
@@ -227,9 +215,8 @@ class HybridMuon(Optimizer):
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
-        momentum = self._momentum()
         self.updates += 1
-        grams = [group.gram(momentum) for group in self.groups]
+        grams = [group.gram(self.config.momentum) for group in self.groups]
         for group, root in zip(self.groups, inverse_roots(grams), strict=True):
             group.move(root, rate, self.config.weight_decay)
         if self._vectors:

@@ -151,7 +151,7 @@ def draft(type_map: list[str], training: list[str], validation: list[str], runs:
                 "precision": "float32",
                 "seed": 1,
             },
-            "fitting_net": {"neuron": [240, 240, 240], "resnet_dt": True, "precision": "float32", "seed": 1, **FITTING},
+            "fitting_net": {"neuron": [128, 128, 128], "resnet_dt": True, "precision": "float32", "seed": 1, **FITTING},
         },
         "learning_rate": RATE,
         "optimizer": OPTIMIZER,

@@ -8,8 +8,8 @@ from allforce.config.load import normalised, parse_input
 from allforce.config.schema import Input
 from allforce.errors import UserError
 
-FEWER = 40  # times fewer steps than Adam with an exponential decay of the rate
-LEAST = 60  # steps
+FEWER = 30  # times fewer steps than Adam with an exponential decay of the rate
+LEAST = 100  # steps
 
 RATE: dict[str, Any] = {  # 0.4/√steps, falling linearly to 0
     "type": "wsd",
@@ -22,17 +22,14 @@ RATE: dict[str, Any] = {  # 0.4/√steps, falling linearly to 0
 }
 FITTING: dict[str, Any] = {"input_scale": 0.1}
 TRAINING: dict[str, Any] = {"refit": True}
-OPTIMIZER: dict[str, Any] = {
-    "type": "HybridMuon",
-    "momentum_warmup": 150,
-    "adam_beta1": 0.95,
-    "adam_beta2": 0.95,
-}
+OPTIMIZER: dict[str, Any] = {"type": "HybridMuon", "adam_beta1": 0.95, "adam_beta2": 0.95}
+FORCES = 60  # times the weight of energies that forces have at the end, at least
 
 
 def with_loss(loss: dict[str, Any]) -> dict[str, Any]:
-    """Weights by steps; forces, if they are learned, keep theirs to the end: energies are fitted after it."""
-    return {**loss, "schedule": "step", "limit_pref_f": max(loss["limit_pref_f"], loss["start_pref_f"])}
+    """Weights by steps; forces, if they are learned, keep some weight to the end."""
+    least = FORCES * loss["limit_pref_e"] if loss["start_pref_f"] else 0
+    return {**loss, "schedule": "step", "limit_pref_f": max(loss["limit_pref_f"], least)}
 
 
 def with_recipe(old: Input, name: str) -> tuple[Input, list[str]]:

@@ -29,7 +29,7 @@ def opened(found):
 def test_from_data_to_a_model(folder):
     result = dp(folder, "init", "small", "large", "--time", "0.1s")
     assert result.returncode == 0, result.stderr
-    assert "0.1s is short: 60 steps" in result.stderr and "next: dp train input.json" in result.stderr
+    assert "0.1s is short: 100 steps" in result.stderr and "next: dp train input.json" in result.stderr
     config = load_input("input.json")
     assert config.training.training_data.systems == ["small@:-4", "large@:-3"]
     assert config.training.validation_data.systems == ["small@-4:", "large@-3:"]
@@ -70,27 +70,27 @@ def test_times_that_are_none(time):
 
 
 def test_recipe_keeps_data_and_model(folder, capsys):
-    write_input(folder, training__numb_steps=100, training__disp_freq=150)
+    write_input(folder, training__numb_steps=50, training__disp_freq=150)
     assert main(["train", "input.json", "--recipe"]) == 0
     log = capsys.readouterr().err
     for line in (
         "model/fitting_net/input_scale: - → 0.1",
         "optimizer/type: Adam → HybridMuon",
-        "training/numb_steps: 100 → 60",
+        "training/numb_steps: 50 → 100",
         "loss/schedule: - → step",
     ):
         assert line in log
     before, after = (json.loads((folder / name).read_text()) for name in ("input.json", "out.json"))
     assert after["model"]["descriptor"]["sel"] == before["model"]["descriptor"]["sel"]
     assert after["training"]["training_data"]["systems"] == before["training"]["training_data"]["systems"]
-    assert after["training"]["numb_steps"] == 60 and after["training"]["disp_freq"] == 3
+    assert after["training"]["numb_steps"] == 100 and after["training"]["disp_freq"] == 5
     assert np.isfinite([float(x) for x in rows(folder)[-1].split()]).all()
 
 
 def test_recipe_for_data_without_energies_keeps_what_was_trained(folder, capsys):
     for energy in folder.rglob("energy.npy"):
         energy.unlink()
-    write_input(folder, training__numb_steps=100, training__disp_freq=150)
+    write_input(folder, training__numb_steps=50, training__disp_freq=150)
     assert main(["train", "input.json", "--recipe"]) == 0
     assert "last layer fitted to 0 energies and " in capsys.readouterr().err
-    assert (folder / "model.ckpt-60.safetensors").exists()
+    assert (folder / "model.ckpt-100.safetensors").exists()

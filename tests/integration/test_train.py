@@ -150,6 +150,50 @@ def test_bias_can_be_fitted_again_after_training(folder):
     assert {k for k in plain if not torch.equal(plain[k], fitted[k])} == {"model/fitting.bias_atom_e"}
 
 
+def test_last_layer_can_be_fitted_after_training(folder, capsys):
+    """It changes the last layers and the bias, and what the model misses becomes less, also of data held back."""
+    train(folder)
+    plain = weights(folder, 20)
+    assert main(["freeze", "-o", "plain.dp"]) == 0
+    capsys.readouterr()
+    train(folder, training__refit=True)
+    assert "last layer fitted to 70 energies and 280 derivatives of them" in capsys.readouterr().err
+    fitted = weights(folder, 20)
+    last = {f"model/fitting.nets.{t}.layers.2.w" for t in range(2)}
+    assert {k for k in plain if not torch.equal(plain[k], fitted[k])} == last | {"model/fitting.bias_atom_e"}
+    assert main(["freeze", "-o", "fitted.dp"]) == 0
+    errors = [DeepPot(name).eval(*coordinates(folder / "held")) for name in ("plain.dp", "fitted.dp")]
+    energy, force = (np.load(folder / f"held/set.000/{name}.npy") for name in ("energy", "force"))
+    before, after = (
+        (np.abs(e[:, 0] - energy).mean(), np.square(f.reshape(len(f), -1) - force).mean()) for e, f, _ in errors
+    )
+    assert after[0] < 0.5 * before[0] and after[1] < before[1]
+
+
+def coordinates(system):
+    arrays = [np.load(system / f"set.000/{name}.npy") for name in ("coord", "box")]
+    return *arrays, [int(t) for t in (system / "type.raw").read_text().split()]
+
+
+def test_averaged_weights_are_what_is_fitted(folder):
+    ema = {"training__enable_ema": True, "training__ema_decay": 0.9}
+    train(folder, **ema)
+    plain = weights(folder, 20)
+    train(folder, training__refit=True, **ema)
+    fitted = weights(folder, 20)
+    last = {f"ema/fitting.nets.{t}.layers.2.w" for t in range(2)}
+    assert {k for k in plain if not torch.equal(plain[k], fitted[k])} == last | {"model/fitting.bias_atom_e"}
+
+
+@pytest.mark.parametrize(
+    "change", [{"model__fitting_net__trainable": [True, True, False]}, {"model__atom_exclude_types": [1]}]
+)
+def test_a_last_layer_that_stays_leaves_the_bias_to_be_fitted(folder, change, capsys):
+    train(folder, training__numb_steps=2, training__refit=True, **change)
+    log = capsys.readouterr().err
+    assert "energy bias changed by" in log and "last layer fitted" not in log
+
+
 def test_other_type_map_is_refused(folder, capsys):
     train(folder, training__numb_steps=1)
     assert (

@@ -60,6 +60,15 @@ def test_workers_go_back_alike_after_a_loss_that_is_not_finite(folder):
     assert rows(folder) == curve
 
 
+def test_what_is_fitted_after_training_does_not_depend_on_the_workers(folder):
+    parallel(folder, 2, training__refit=True)
+    two = final(folder)
+    serial(folder, training__refit=True, training__acc_freq=2)
+    one = final(folder)
+    assert all(torch.equal(one[k], two[k]) for k in one)
+    parallel(folder, 2, training__refit=True, training__sharding="partition")
+
+
 MUON = {"optimizer": {"type": "HybridMuon"}, "learning_rate__scale_by_worker": "none"}
 
 

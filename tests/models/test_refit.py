@@ -83,7 +83,7 @@ def test_solution_is_that_of_ridge_regression_with_the_weights_of_the_evidence(e
     sizes = 1.0 / (1.0 + np.arange(unknowns))  # as of a layer's outputs: few large, many small
     M, true = rng.normal(size=(equations, unknowns)) * sizes, rng.normal(size=unknowns)
     noise = 0.3 * rng.normal(size=equations)
-    delta = by_evidence(M, M @ true + noise)
+    delta = by_evidence(M, M @ true + noise, 1e-9)
     # at the fixed point α/η, which the gradient of the square error gives, is what the two equations for them say
     t, left = M @ true + noise, M @ true + noise - M @ delta
     ratio = float(np.mean(M.T @ left / delta))
@@ -95,10 +95,22 @@ def test_solution_is_that_of_ridge_regression_with_the_weights_of_the_evidence(e
     assert left @ left < t @ t
 
 
+def test_the_change_is_not_much_larger_than_the_weights():
+    """Outputs of a layer that are nearly alike: the data would like weights of 1e4 that cancel each other."""
+    rng = np.random.default_rng(2)
+    x = rng.normal(size=(400, 1)) + 1e-4 * rng.normal(size=(400, 50))
+    missing = x @ (1e4 * rng.normal(size=50))
+    wild = by_evidence(x, missing / missing.std(), 1e-12)
+    equations = Equations(np.ones((400, 1)), x, missing, x[:0], missing[:0])
+    calm = equations.solve(0.1 * rng.normal(size=50))
+    assert np.linalg.norm(wild) * missing.std() > 1e3
+    assert np.linalg.norm(calm) < 0.1 * np.sqrt(50)
+
+
 def test_nothing_to_learn_changes_nothing():
-    assert not by_evidence(np.zeros((0, 7)), np.zeros(0)).any()
-    assert not by_evidence(np.zeros((5, 7)), np.ones(5)).any()
-    assert not by_evidence(np.ones((5, 7)), np.zeros(5)).any()
+    assert not by_evidence(np.zeros((0, 7)), np.zeros(0), 1.0).any()
+    assert not by_evidence(np.zeros((5, 7)), np.ones(5), 1.0).any()
+    assert not by_evidence(np.ones((5, 7)), np.zeros(5), 1.0).any()
 
 
 def test_biases_are_unknown_as_well():
@@ -106,7 +118,7 @@ def test_biases_are_unknown_as_well():
     left = without_bias(counts, counts @ [1.5, -2.0] + [0.0, 0.0, 0.0])
     np.testing.assert_allclose(left, 0.0, atol=1e-12)
     only_forces = Equations(np.zeros((0, 2)), np.zeros((0, 4)), np.zeros(0), np.eye(4), np.ones(4))
-    assert np.isfinite(only_forces.solve()).all()
+    assert np.isfinite(only_forces.solve(np.ones(4))).all()
 
 
 def test_signs_belong_to_the_frames(monkeypatch):
