@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--valid", nargs="+", required=True)
     parser.add_argument("--precision", default="float32", choices=["float32", "float64"])
     parser.add_argument("--own-batch", type=lambda text: int(text) if text.isdigit() else text, default="auto:256")
-    parser.set_defaults(batch=1)
+    parser.set_defaults(batch=1, own_neuron="")
     parser.add_argument("--steps", default="300")
     parser.add_argument("--rates", default="0.02,0.04,0.08")
     parser.add_argument("--seeds", type=int, default=2)

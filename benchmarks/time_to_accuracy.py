@@ -5,11 +5,11 @@
 
 DeePMD-kit (TensorFlow) trains by the recipe of its examples (Adam, exponential decay) for --peer-steps, and with
 --best-steps also by the best it has (PyTorch, HybridMuon, a cosine from --best-rate to 0); Allforce by its own
-(`dp train --recipe`) for the steps of --ladder, a run for each, because its rate ends at zero. All with the same nets,
-data, precision and threads, in turn, as a user does: wall time is that of the whole process, start included. The batch
-is part of the recipe: --batch is DeePMD-kit's, --own-batch ours (`dp init` writes auto:256). Errors are those of
-`dp test` on all validation frames. The time to an accuracy is that of the shortest run of the ladder whose force and
-energy errors are both as small. Medians over the seeds.
+(`dp train --recipe`) for the steps of --ladder, a run for each, because its rate ends at zero. All with the same nets
+(unless --own-neuron is given), data, precision and threads, in turn, as a user does: wall time is that of the whole
+process, start included. The batch is part of the recipe: --batch is DeePMD-kit's, --own-batch ours (`dp init` writes
+auto:256). Errors are those of `dp test` on all validation frames. The time to an accuracy is that of the shortest run
+of the ladder whose force and energy errors are both as small. Medians over the seeds.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ def config_of(name: str, steps: int, seed: int, type_map: list[str], data: Path,
         config |= {"learning_rate": dict(RATE), "optimizer": dict(OPTIMIZER), "loss": with_loss(config["loss"])}
         config["training"] |= TRAINING
         config["model"]["fitting_net"] |= FITTING
+        if args.own_neuron:
+            config["model"]["fitting_net"]["neuron"] = [int(n) for n in args.own_neuron.split(",")]
     if name == "pt":  # as it is documented there, but for the rate
         config["learning_rate"] = {"type": "cosine", "start_lr": args.best_rate, "stop_lr": 1e-8}
         config["optimizer"] = {"type": "HybridMuon"}
@@ -126,6 +128,7 @@ def main() -> None:
     parser.add_argument("--precision", default="float32", choices=["float32", "float64"])
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--own-batch", type=lambda text: int(text) if text.isdigit() else text, help="auto:256 or so")
+    parser.add_argument("--own-neuron", default="", help="fitting nets of Allforce, such as 128,128,128 of dp init")
     parser.add_argument("--ladder", default="150,300,600,1200,2400", help="steps of Allforce")
     parser.add_argument("--peer-steps", default="4000,20000", help="steps of DeePMD-kit")
     parser.add_argument("--best-steps", default="", help="steps of DeePMD-kit with PyTorch and HybridMuon")
@@ -150,6 +153,7 @@ def main() -> None:
     header = ["program", "steps", "wall, s", "force RMSE, eV/Å", "energy RMSE, meV/atom", "Allforce as good after"]
     body = markdown_table(header, rows)
     batches = f"batch {args.batch}" + (f" (Allforce: {args.own_batch})" if args.own_batch else "")
+    batches += f", Allforce's fitting nets {args.own_neuron}" if args.own_neuron else ""
     body += f"\n\n{args.precision}, {batches}, {args.threads} threads, medians of {args.seeds} seed(s)."
     write_result(args.name, "Wall time to an accuracy", body, {"runs": found}, names)
     draw(found, RESULTS / f"{args.name}.png")

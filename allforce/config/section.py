@@ -35,7 +35,7 @@ def _copy(default: Any) -> Any:
 class Section(BaseModel):
     """One object of the input file. `problems` yields (key, what is wrong) for values that do not go together."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, validate_default=True, defer_build=True)
     type_aliases: ClassVar[tuple[str, ...]] = ()  # other names of `type`
     type_required: ClassVar[bool] = False  # when false, the first class of a choice is the default
 

@@ -5,7 +5,7 @@ e_i = net_τ(…) − [net_τ with D = 0, if atom_ener[τ] is given] + bias_τ
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -101,11 +101,12 @@ class EnerFitting(NetFitting, EnergyFitting):
         return e.double() + self.bias_atom_e[batch.type]
 
     @torch.no_grad()
-    def linear_terms(self, D: Tensor, dots: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """x (B, nets·H) and ẋ (p, B, nets·H) of refit.py from D (N, M) and its tangents (p, N, M)."""
+    def linear_terms(self, D: Tensor, dots: Iterable[Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
+        """x (B, nets·H) and ẋ (p, B, nets·H) of refit.py from D (N, M) and p tangents (N, M) of it."""
         x, counts = self.inputs(D, batch)
-        extra = dots.new_zeros(*dots.shape[:2], x.shape[1] - dots.shape[2])  # frame and atomic parameters stay
-        a, a_dot = hidden_and_tangents(self.nets, counts, x, torch.cat([dots, extra], 2).to(x.dtype))
+        extra = x.new_zeros(len(x), x.shape[1] - D.shape[1])  # frame and atomic parameters stay
+        whole = (torch.cat([dot.to(x.dtype), extra], 1) for dot in dots)
+        a, a_dot = hidden_and_tangents(self.nets, counts, x, whole)
         frames, (p, _, H), nets = batch.nframes, a_dot.shape, len(self.nets)
         place = batch.frame * nets + (0 if self.mixed_types else batch.type)  # (N,) of frame and net
         sums = a.new_zeros(frames * nets, H, dtype=torch.float64).index_add_(0, place, a.double())

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-PROBES = 4  # displacements v of a frame
+PROBES = 2  # displacements v of a frame
 ENERGIES = 3.0
 TIGHT = 3.0
 ROUNDS, SETTLED = 1000, 1e-4  # of the iteration for α and η, at most, and the change of their ratio that ends it

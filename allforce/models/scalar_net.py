@@ -13,7 +13,7 @@ Six products with each w in all (two of them for w̄), the least that energies a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -117,25 +117,36 @@ def tangent_and_adjoint(net: Net, tape: list[LayerRecord], e_bar: Tensor, v: Ten
     return gradients
 
 
-def hidden_and_tangents(nets: Sequence[Net], counts: Sequence[int], x: Tensor, dots: Tensor) -> tuple[Tensor, Tensor]:
-    """What the last layers are given (N, H) for x (N, m), rows counts[t] of net t; tangents (p, N, H) along dots."""
+def hidden_and_tangents(
+    nets: Sequence[Net], counts: Sequence[int], x: Tensor, dots: Iterable[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """What the last layers are given (N, H) for x (N, m), rows counts[t] of net t, and its tangents (p, N, H) along p
+    dots (N, m), which are taken one after the other: all of them may be large."""
     if suits(nets, x):
         sweeps = Sweeps(nets, counts, x)
         return sweeps.hidden(), torch.stack([sweeps.tangent(v) for v in dots])
-    parts = zip(nets, x.split(list(counts)), dots.split(list(counts), 1), strict=True)
-    hidden, tangents = zip(*(hidden_and_tangents_of(net, rows, along) for net, rows, along in parts), strict=True)
-    return torch.cat(hidden), torch.cat(tangents, 1)
+    tapes = [records(net, rows) for net, rows in zip(nets, x.split(list(counts)), strict=True)]
+    tangents = [
+        torch.cat([tangent(net, *part) for net, *part in zip(nets, tapes, v.split(list(counts)), strict=True)])
+        for v in dots
+    ]
+    return torch.cat([tape[-1].a for tape in tapes]), torch.stack(tangents)
 
 
-def hidden_and_tangents_of(net: Net, x: Tensor, dots: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for one net."""
+def records(net: Net, x: Tensor) -> list[LayerRecord]:
+    """Of the hidden layers."""
+    tape: list[LayerRecord] = []
     for layer in net.layers[:-1]:
-        record = activate(layer, torch.addmm(layer.b, x, layer.w), x, second=False)
-        along = dots @ layer.w * record.slope
-        if layer.copies:
-            along += dots if layer.copies == 1 else torch.cat([dots, dots], -1)
-        x, dots = record.a, along
-    return x, dots
+        tape.append(activate(layer, torch.addmm(layer.b, x, layer.w), x, second=False))
+        x = tape[-1].a
+    return tape
+
+
+def tangent(net: Net, tape: list[LayerRecord], dot: Tensor) -> Tensor:
+    """Of what the last layer is given, along dot (n, m)."""
+    for layer, c in zip(net.layers[:-1], tape, strict=True):
+        dot = add_residual(dot @ layer.w * c.slope, dot, layer.copies)
+    return dot
 
 
 class ValueAndGradient(torch.autograd.Function):

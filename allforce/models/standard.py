@@ -35,6 +35,7 @@ from allforce.models.serial import part_named, to_numpy
 from allforce.models.table import TableConfig
 
 REFIT_ATOMS = 512  # of a batch: enough that products are not waiting for weights
+UNKNOWNS = 10_000  # weights of all last layers: with more, the equations would take more than 100 MB
 
 DESCRIPTORS: dict[str, type[Descriptor]] = {**PLAIN, "hybrid": Hybrid}
 FITTINGS: dict[str, type[Fitting]] = {
@@ -178,9 +179,11 @@ class StandardModel(Potential):
     def refit(self, sample: Sample) -> list[str]:
         """The last layer of the fitting nets and the bias, see refit.py."""
         f = self.fitting
-        if not isinstance(f, EnerFitting) or any(f.vacuum) or self.config.atom_exclude_types or not f.trainable[-1]:
+        if not isinstance(f, EnerFitting) or not f.config.neuron:
             return self.change_bias(sample)
         nt, unknowns = len(self.type_map), len(f.nets) * f.config.neuron[-1]
+        if any(f.vacuum) or self.config.atom_exclude_types or not f.trainable[-1] or unknowns > UNKNOWNS:
+            return self.change_bias(sample)
         trained = [p for p in self.parameters() if p.requires_grad]
         for p in trained:
             p.requires_grad_(False)  # nobody reads their gradients here
@@ -208,8 +211,8 @@ class StandardModel(Potential):
             any_gradient = torch.zeros_like(D).requires_grad_()
             linear = pull(any_gradient)  # whose transpose is the tangent of D
             along = [(linear * (u[j] - u[i])).sum() for u in v]  # plain numbers: for others torch imports a compiler
-            dots = [torch.autograd.grad(one, any_gradient, retain_graph=True)[0] for one in along]
-        x, x_dot = self.fitting.linear_terms(D.detach(), torch.stack(dots), batch)
+        dots = (torch.autograd.grad(one, any_gradient, retain_graph=True)[0] for one in along)
+        x, x_dot = self.fitting.linear_terms(D.detach(), dots, batch)
         counts = torch.zeros(batch.nframes, len(self.type_map), dtype=torch.float64, device=e.device)
         counts.view(-1).index_add_(0, batch.frame * counts.shape[1] + batch.type, torch.ones_like(e))
         if "energy" in batch.labels:

@@ -19,7 +19,7 @@ from allforce.train.source import Options, Source, compare
 
 LOOKED_AT = 16  # frames, at most, for the initial weights
 REFIT = 200  # frames, at most, that linear parameters are fitted to after training
-REFIT_ATOMS = 12_000  # in all of these, unless they are fewer than FEWEST frames
+REFIT_ATOMS = 5_000  # in all of these, unless they are fewer than FEWEST frames
 FEWEST = 50  # frames, if there are so many, that an energy bias is fitted to
 
 

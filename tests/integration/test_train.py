@@ -157,7 +157,7 @@ def test_last_layer_can_be_fitted_after_training(folder, capsys):
     assert main(["freeze", "-o", "plain.dp"]) == 0
     capsys.readouterr()
     train(folder, training__refit=True)
-    assert "last layer fitted to 70 energies and 280 derivatives of them" in capsys.readouterr().err
+    assert "last layer fitted to 70 energies and 140 derivatives of them" in capsys.readouterr().err
     fitted = weights(folder, 20)
     last = {f"model/fitting.nets.{t}.layers.2.w" for t in range(2)}
     assert {k for k in plain if not torch.equal(plain[k], fitted[k])} == last | {"model/fitting.bias_atom_e"}
