@@ -192,7 +192,10 @@ class StandardModel(Potential):
         finally:
             for p in trained:
                 p.requires_grad_(True)
-        equations = Equations.of_table(sample.rows(rows, Equations.width(nt, unknowns)), nt)
+        table = sample.rows(rows, Equations.width(nt, unknowns))
+        if not np.isfinite(table).all():
+            raise UserError("the model, or a label of the data, is not finite: nothing is fitted.")
+        equations = Equations.of_table(table, nt)
         delta = equations.solve(f.last_layer())
         f.change_last_layer(delta)
         lines = [f"last layer fitted to {len(equations.x)} energies and {len(equations.x_dot)} derivatives of them"]

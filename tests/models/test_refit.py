@@ -58,6 +58,17 @@ def test_equations_are_linear_in_the_last_layer(descriptor, fitting, mode, backe
     np.testing.assert_allclose(before.missing_dot - after.missing_dot, before.x_dot @ delta, rtol=1e-9, atol=1e-9)
 
 
+def test_an_atom_alone_gives_an_equation_for_its_energy():
+    model = small_model(ntypes=2)
+    model.requires_grad_(False)
+    batch = batch_of(model, structure(0, 1, 2, None))
+    zero = {"energy": torch.zeros(1).double(), "force": torch.zeros(1, 3).double()}
+    batch.labels = {**batch.labels, **zero}
+    found = equations_of(model, batch)
+    assert found.counts.sum() == 1 and np.isfinite(found.x).all()
+    assert not found.x_dot.any() and not found.missing_dot.any()
+
+
 def test_derivatives_are_those_of_the_energy_along_the_signs():
     model, step = small_model(ntypes=2, nodes=512), 1e-4
     model.requires_grad_(False)
