@@ -70,7 +70,7 @@ def init(entries: list[str], time: str, output: str) -> None:
     steps = max(LEAST, int(seconds / each))
     if steps > seconds / each:
         log.warning(f"{time} is short: {LEAST} steps, the least worth doing, take about {LEAST * each:.0f} s")
-    plan["training"] |= {"numb_steps": steps, "disp_freq": max(1, steps // 100), "save_freq": max(1, steps // 10)}
+    plan["training"] |= {"numb_steps": steps, "disp_freq": max(10, steps // 100), "save_freq": max(1, steps // 10)}
     Path(output).write_text(pretty(plan), encoding="utf-8")
     log.info(f"{1000 * each:.1f} ms a step here, so {steps} steps")
     log.info(f"wrote {output}; next: dp train {output}")
