@@ -132,7 +132,7 @@ def test_biases_are_unknown_as_well():
     assert np.isfinite(only_forces.solve(np.ones(4))).all()
 
 
-def test_signs_belong_to_the_frames(monkeypatch):
+def test_signs_belong_to_the_frames():
     model = small_model()
     batch = labelled(model, "cubic", "cubic")
     assert torch.equal(signs(GROUP, batch), signs(GROUP, batch))
