@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TypeGuard
 
 import numpy as np
@@ -11,10 +12,10 @@ from torch import Tensor, nn
 
 from allforce.models import curve_kernels
 from allforce.models.kernels import compiled
-from allforce.models.layers import CurveNets, Net
+from allforce.models.layers import CurveNets, Net, Shape
 from allforce.models.pool import threads
 from allforce.models.products import whole_strips
-from allforce.models.scalar_sweeps import addresses, gradients_of
+from allforce.models.scalar_sweeps import addresses, gradients_of, ones
 from allforce.models.spline import Grid
 
 T_AND_A = 2  # arrays that are kept of each layer
@@ -27,23 +28,26 @@ def suits(nets: nn.Module, nodes: Tensor) -> TypeGuard[CurveNets]:
     return all(layer.activation.lower() == "tanh" for layer in nets[0].layers)  # type: ignore[union-attr]
 
 
+@lru_cache(maxsize=16)
+def layout(shape: Shape, dtype: np.dtype) -> tuple[np.ndarray, int, int]:
+    """(layers, 4) as in scalar_kernels.py, the numbers of a node in all layers, and the most in one."""
+    widths = [whole_strips(out, dtype) for _, out, _ in shape]
+    places = np.cumsum([0, *widths])
+    rows = [(*layer, place) for layer, place in zip(shape, places[:-1], strict=True)]
+    return np.array(rows, dtype=np.int64), int(places[-1]), max(widths)
+
+
 class Splines(torch.autograd.Function):
     """C (nets, K, M) of nets on the nodes (K, 1) of a grid, as the nets take them; last, the nets' parameters."""
 
     @staticmethod
     def forward(ctx, nets: list[Net], nodes: Tensor, grid: Grid, *parameters: Tensor):
-        layers = [net.layers for net in nets]
-        ctx.layers, ctx.nodes, ctx.grid = layers, nodes.numpy(), grid
-        dtype, K, M = ctx.nodes.dtype, len(nodes), layers[0][-1].w.shape[1]
-        widths = [whole_strips(layer.w.shape[1], dtype) for layer in layers[0]]
-        places = np.cumsum([0, *widths])
-        ctx.layout = np.array(
-            [(*y.w.shape, y.copies, place) for y, place in zip(layers[0], places[:-1], strict=True)], dtype=np.int64
-        )
-        ctx.one = nodes.new_ones(max(widths))  # idt of layers without one; lives as long as its address
-        ctx.weights = addresses([[(y.w, y.b, ctx.one if y.idt is None else y.idt) for y in net] for net in layers])
-        ctx.kept = np.empty((T_AND_A, len(nets) * K * places[-1]), dtype)
-        ctx.pool = threads(len(nets) * K * int(places[-1]) // 64)  # numbers take a 64th of the time of an edge
+        ctx.nets, ctx.nodes, ctx.grid = [net.weights for net in nets], nodes.numpy(), grid
+        dtype, K, M = ctx.nodes.dtype, len(nodes), nets[0].shape[-1][1]
+        ctx.layout, numbers, ctx.widest = layout(nets[0].shape, dtype)
+        ctx.weights = addresses(ctx.nets, ones(ctx.widest, nodes.dtype))
+        ctx.kept = np.empty((T_AND_A, len(nets) * K * numbers), dtype)
+        ctx.pool = threads(len(nets) * K * numbers // 64)  # numbers take a 64th of the time of an edge
         C = nodes.new_empty(len(nets), K, M)
         given = ctx.nodes, ctx.weights, ctx.layout, grid.factors(dtype), ctx.kept
         curve_kernels.curves(*given, C.numpy(), ctx.pool)
@@ -52,9 +56,9 @@ class Splines(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, C_bar: Tensor):
-        unused = torch.empty_like(ctx.one)
-        found = [[gradients_of(layer) for layer in net] for net in ctx.layers]
-        places = addresses([[(w, b, unused if idt is None else idt) for w, b, idt in net] for net in found])
+        unused = C_bar.new_empty(ctx.widest)
+        found = gradients_of(ctx.nets)
+        places = addresses(found, unused)
         factors = ctx.grid.factors(ctx.nodes.dtype, transposed=True)
         given = ctx.nodes, ctx.weights, places, ctx.layout, factors, ctx.kept
         curve_kernels.curves_back(*given, C_bar.contiguous().numpy(), ctx.pool)
@@ -63,7 +67,6 @@ class Splines(torch.autograd.Function):
 
 def splines(nets: CurveNets, nodes: Tensor, grid: Grid) -> Tensor:
     """C (nets, K, M)."""
-    layers = [layer for net in nets for layer in net.layers]  # type: ignore[union-attr]
-    parameters = [p for layer in layers for p in (layer.w, layer.b, layer.idt) if p is not None]
+    parameters = [p for net in nets for layer in net.weights for p in layer if p is not None]  # type: ignore[union-attr]
     apply: Callable = Splines.apply
     return apply(list(nets), nets.variable(nodes), grid, *parameters)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from allforce.config.keys import WITH_THRESHOLD
 
+Weights = tuple[Tensor, Tensor, Tensor | None]  # w, b and idt of a layer
+Shape = tuple[tuple[int, int, int], ...]  # (in, out, copies) of each layer
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 
@@ -102,6 +104,15 @@ class Net(nn.Module):
         if size_out is not None:
             layers.append(Layer(sizes[-1], size_out, "none", False, False, rng, dtype))
         self.layers: list[Layer] = nn.ModuleList(layers)  # type: ignore[assignment]
+
+    @cached_property
+    def weights(self) -> list[Weights]:
+        """Of each layer. Compiled loops ask for them in every step, and a look-up in a module is slow."""
+        return [(layer.w, layer.b, layer.idt) for layer in self.layers]
+
+    @cached_property
+    def shape(self) -> Shape:
+        return tuple((layer.w.shape[0], layer.w.shape[1], layer.copies) for layer in self.layers)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

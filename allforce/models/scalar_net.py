@@ -184,7 +184,6 @@ class ValueAndGradient(torch.autograd.Function):
 
 def value_and_gradient(nets: Sequence[Net], counts: Sequence[int], x: Tensor) -> tuple[Tensor, Tensor]:
     """e (N,) and ∂e/∂x (N, m) of nets with one output, of which net t has counts[t] rows of x."""
-    layers = [layer for net in nets for layer in net.layers]
-    parameters = [p for layer in layers for p in (layer.w, layer.b, layer.idt) if p is not None]
+    parameters = [p for net in nets for layer in net.weights for p in layer if p is not None]
     apply: Callable = ValueAndGradient.apply
     return apply(x, nets, counts, *parameters)

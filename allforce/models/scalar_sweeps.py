@@ -13,13 +13,12 @@ from torch import Tensor
 
 from allforce.models import scalar_kernels
 from allforce.models.kernels import compiled
-from allforce.models.layers import Layer, Net
+from allforce.models.layers import Net, Shape, Weights
 from allforce.models.pool import threads
 from allforce.models.products import TILE, WIDE, lanes, whole_strips
 
 MANY = 16  # tiles, of which then each is one piece, so that a part of its rows serves all columns while in the cache
 HIGH = 64  # rows of w that a thread takes at least, on the way back
-Shape = tuple[tuple[int, int, int], ...]  # (in, out, copies) of each layer
 
 
 def suits(nets: Sequence[Net], x: Tensor) -> bool:
@@ -81,13 +80,10 @@ class Sweeps:
     """All four of one batch: x (N, m), rows counts[t] of net t."""
 
     def __init__(self, nets: Sequence[Net], counts: Sequence[int], x: Tensor):
-        self.layers, self.x = [net.layers for net in nets], x.detach().contiguous()
-        shape = tuple((*layer.w.shape, layer.copies) for layer in nets[0].layers)
-        self.dtype, self.widest = self.x.numpy().dtype, max(out for _, out, _ in shape)
-        self.plan, self.pool = plan(tuple(counts), shape, self.dtype), threads(x.numel() // 16)
-        one = x.new_ones(self.widest)  # idt of layers without one
-        self.weights = addresses([[(y.w, y.b, one if y.idt is None else y.idt) for y in net] for net in self.layers])
-        self.one = one  # lives as long as its address
+        self.nets, self.x = [net.weights for net in nets], x.detach().contiguous()
+        self.dtype, self.widest = self.x.numpy().dtype, max(out for _, out, _ in nets[0].shape)
+        self.plan, self.pool = plan(tuple(counts), nets[0].shape, self.dtype), threads(x.numel() // 16)
+        self.weights = addresses(self.nets, ones(self.widest, x.dtype))
         self.kept = np.empty((3, len(x) * self.plan.numbers), self.dtype)
         self.pairs = np.empty(2 * len(x) * self.plan.numbers, self.dtype)
 
@@ -121,9 +117,9 @@ class Sweeps:
 
     def adjoints(self, e_bar: Tensor, v: Tensor, wanted: bool) -> tuple[Tensor | None, list[Tensor]]:
         """x̄ (N, m) if it is wanted, and the gradients of all parameters, net by net and layer by layer."""
-        unused = torch.empty_like(self.one)
-        found = [[gradients_of(layer) for layer in net] for net in self.layers]
-        places = addresses([[(w, b, unused if idt is None else idt) for w, b, idt in net] for net in found])
+        unused = self.x.new_empty(self.widest)
+        found = gradients_of(self.nets)
+        places = addresses(found, unused)
         x_bar = self.rows() if wanted else self.x[:0]
         given = self.x.numpy(), v.contiguous().numpy(), e_bar.contiguous().numpy(), self.weights, places
         rest = self.kept, self.pairs, wanted, x_bar.numpy(), self.pool
@@ -132,11 +128,18 @@ class Sweeps:
         return x_bar[:, : self.x.shape[1]] if wanted else None, gradients
 
 
-def gradients_of(layer: Layer) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Room for those of w, b and idt."""
-    w, b, idt = (None if p is None else target_or_new(p) for p in (layer.w, layer.b, layer.idt))
-    assert w is not None and b is not None
-    return w, b, idt
+@lru_cache(maxsize=16)
+def ones(length: int, dtype: torch.dtype) -> Tensor:
+    """What stands for idt in layers without one; kept, as its address is used."""
+    return torch.ones(length, dtype=dtype)
+
+
+def gradients_of(nets: list[list[Weights]]) -> list[list[Weights]]:
+    """Where those of w, b and idt of each layer of each net go."""
+    return [
+        [(target_or_new(w), target_or_new(b), None if idt is None else target_or_new(idt)) for w, b, idt in net]
+        for net in nets
+    ]
 
 
 def target_or_new(parameter: Tensor) -> Tensor:
@@ -150,6 +153,9 @@ def gradient_target(parameter: Tensor) -> Tensor | None:
     return None if target is None else target.take()
 
 
-def addresses(tensors: list[list[tuple[Tensor, Tensor, Tensor]]]) -> np.ndarray:
-    """(layers, nets, 3) from tensors by net and layer."""
-    return np.array([[[y.data_ptr() for y in layer] for layer in net] for net in tensors]).swapaxes(0, 1).copy()
+def addresses(nets: list[list[Weights]], other: Tensor) -> np.ndarray:
+    """(layers, nets, 3) of w, b and idt, or of another tensor where there is no idt."""
+    found = [
+        (other if y is None else y).data_ptr() for layers in zip(*nets, strict=True) for layer in layers for y in layer
+    ]
+    return np.array(found).reshape(-1, len(nets), 3)

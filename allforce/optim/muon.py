@@ -126,7 +126,9 @@ class Matrices:
         self._signs = random_signs(shape[0], width) if self._loops else NO_SIGNS
         sections = -(-shape[0] // muon_kernels.SECTION)
         self._sketch = torch.empty(sum(counts), sections, width if self._loops else 0, shape[1])  # parts of (Xᵀ Ω)ᵀ
-        self._in_place = self._values[0].dtype == torch.float32 and 2 * prod(shape) * width >= LARGE
+        large = 2 * prod(shape) * width >= LARGE
+        self._in_place = self._values[0].dtype == torch.float32 and large
+        self._small = self._compiled and not cut and not large
 
     def gram(self, beta: float) -> Tensor:
         """Take the gradient into the momentum; R (k, r, r)."""
@@ -139,6 +141,8 @@ class Matrices:
             self.momentum.lerp_(self.ahead, (1 - beta) * self.used)
             self.ahead.lerp_(self.momentum, beta)
         X = self.ahead if self.tall else self.ahead.mT  # (k, long, short)
+        if self._small:
+            return gram(self.ahead, self.tall)
         if self._omega is None:
             self._narrow = X
             return product(X.mT, X)
@@ -160,6 +164,9 @@ class Matrices:
         root, keep = root * (-rate * self.scale * self.used), 1 - rate * weight_decay
         if self._loops:
             move(self._flat, self._places, self._narrow, back_to_columns(root, self._basis), keep)
+            return
+        if self._small:  # a root is symmetric
+            move(self._flat, self._places, *((self.ahead, root) if self.tall else (root, self.ahead)), keep)
             return
         left, right = self._narrow, root if self._omega is None else product(root, self._basis.mT)
         if not self.tall:
@@ -332,6 +339,13 @@ def directions(X: Tensor, sketch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     muon_kernels.orthonormal(sketch.numpy(), SMALLEST, JITTER, P.numpy(), pool)
     muon_kernels.narrow(X.numpy(), P.numpy(), B.numpy(), parts.numpy(), R.numpy(), pool)
     return P, B, R
+
+
+def gram(X: Tensor, tall: bool) -> Tensor:
+    """R (k, short, short) of X (k, long, short) or (k, short, long) by compiled loops."""
+    R = X.new_empty(len(X), min(X.shape[1:]), min(X.shape[1:]))
+    muon_kernels.gram(X.numpy(), tall, R.numpy(), threads(X.numel()))
+    return R
 
 
 def back_to_columns(root: Tensor, P: Tensor) -> Tensor:

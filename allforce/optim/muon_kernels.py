@@ -34,8 +34,8 @@ def piece_of(task, long):
 
 @njit(**options)
 def copy_rows(x, y):
-    """The numbers of x in the first columns of y, or as many as y has."""
-    for k in range(y.shape[0]):
+    """The numbers of x in the first rows and columns of y, or as many as y has."""
+    for k in range(min(x.shape[0], y.shape[0])):
         source, target = x[k], y[k]
         for c in range(min(source.shape[0], target.shape[0])):
             target[c] = source[c]
@@ -211,6 +211,28 @@ def narrow(X, P, B, parts, R, pool):
     spread(_narrow, parts.shape[0] * parts.shape[1], (X, P, B, parts), pool)
     for k in range(R.shape[0]):
         add_up(parts[k], R[k])
+
+
+@njit(**options)
+def _gram(begin, end, X, tall, R):
+    long, short = max(X.shape[1:]), min(X.shape[1:])
+    lanes = VECTOR // X.itemsize
+    whole = -(-short // lanes) * lanes
+    x, product = np.zeros((long, whole), X.dtype), np.empty((whole, whole), X.dtype)
+    for k in range(begin, end):
+        if tall:
+            copy_rows(X[k], x)
+        else:
+            copy_rows(X[k].T, x)
+        clear(product)
+        add_transposed_product(x, x, product)
+        copy_rows(product, R[k])
+
+
+@njit(**options)
+def gram(X, tall, R, pool):
+    """R (k, short, short) = Xᵀ X, of X with the long side as rows (tall) or as columns."""
+    spread(_gram, X.shape[0], (X, tall, R), pool)
 
 
 # ---- the iteration

@@ -228,7 +228,9 @@ def test_shared_out_is_the_same_to_the_bit(workers):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("shape, rank", [((400, 240), 64), ((400, 240), 32), ((136, 136), 64), ((64, 40), 64)])
+@pytest.mark.parametrize(
+    "shape, rank", [((400, 240), 64), ((400, 240), 32), ((136, 136), 64), ((64, 40), 64), ((25, 50), 32)]
+)
 def test_compiled_loops_move_as_tensor_operations_do(shape, rank, dtype, monkeypatch):
     """Two matrices, of which the second has no gradient, and on two threads to the bit what one thread gives."""
     rng = torch.Generator().manual_seed(3)
