@@ -20,16 +20,28 @@ TOUCHING = 1e-3  # Å: closer than this, two atoms are on one place
 FARTHEST = 1e9  # Å: beyond it the library counts its cells wrong
 LONGEST = 1e4  # Å, of a cutoff
 MOST_PAIRS = 5e7  # of one structure: a few GB
+MOST_KEPT = 1_000_000  # pairs, 32 MB, for which a thread keeps memory
 FEW = 400  # atoms: up to here trying all periodic pairs is faster than sorting the atoms into cells first
 
-_calculators = threading.local()  # a vesin calculator keeps its buffers and must not be shared by threads
+_of_thread = threading.local()  # what each thread keeps for its next search
 
 
 def _calculator(rcut: float, threads: int) -> NeighborList:
-    cache = _calculators.__dict__.setdefault("cache", {})
+    """A vesin calculator keeps its buffers and must not be shared by threads."""
+    cache = _of_thread.__dict__.setdefault("calculators", {})
     if (rcut, threads) not in cache:
         cache[rcut, threads] = NeighborList(cutoff=rcut, full_list=True, sorted=True, n_threads=threads)
     return cache[rcut, threads]
+
+
+def _buffers(size: int) -> Pairs:
+    """For `size` pairs or more: new memory would cost more than what is written to it."""
+    kept = _of_thread.__dict__.get("buffers")
+    if kept is None or len(kept[0]) < size:
+        kept = np.empty(size, np.int32), np.empty(size, np.int32), np.empty((size, 3))
+        if size <= MOST_KEPT:
+            _of_thread.buffers = kept
+    return kept
 
 
 def neighbor_list(
@@ -66,19 +78,19 @@ def pairs_of_few(coord: np.ndarray, box: np.ndarray, rcut: float, along: Sequenc
     if not (np.isfinite(coord).all() and np.isfinite(box).all()):
         raise UserError(f"{where}: no neighbours can be found: a coordinate or the cell is not a finite number")
     periodic, n = np.array(along, dtype=np.bool_), len(coord)
-    to_fractions = np.linalg.pinv(box * periodic[:, None])
+    to_fractions = np.linalg.inv(box) if periodic.all() else np.linalg.pinv(box * periodic[:, None])
     rounding = 1e-9 * rcut + 1e-14 * np.abs(coord).max(initial=0.0)  # Å: candidates may be too many, never too few
     reach = (rcut + rounding) * np.linalg.norm(to_fractions, axis=0)  # two planes are 1/|column of the inverse| apart
-    volume = abs(float(np.linalg.det(box))) if periodic.all() else np.inf
+    volume = volume_of(box) if periodic.all() else np.inf
     size = int(min(n * n / volume * 6.0 * rcut**3, MOST_PAIRS)) + 16 * n  # 4.19 on average, so nearly always enough
     while True:
-        i, j, r = np.empty(size, np.int32), np.empty(size, np.int32), np.empty((size, 3))
+        i, j, r = _buffers(size)
         if (reach[periodic] < 0.5 - 1e-9).all():
             found = try_nearest_images(coord, box, to_fractions, rcut, i, j, r)
         else:
             found = try_all_pairs(coord, box, to_fractions, reach, periodic, rcut, i, j, r)
-        if found <= size:
-            return i[:found].copy(), j[:found].copy(), r[:found].copy()  # lists are kept: not more than they need
+        if found <= len(i):
+            return i[:found].copy(), j[:found].copy(), r[:found].copy()
         size = found
 
 
@@ -158,6 +170,12 @@ def pairs_within(coord, cell, i, j, shift, rcut):
     return kept_i[:n], kept_j[:n], kept_r[:n], np.sqrt(nearest)
 
 
+def volume_of(box: np.ndarray) -> float:
+    """|a · (b × c)|; np.linalg.det takes ten times as long."""
+    (ax, ay, az), (bx, by, bz), (cx, cy, cz) = box.tolist()
+    return abs(ax * (by * cz - bz * cy) + ay * (bz * cx - bx * cz) + az * (bx * cy - by * cx))
+
+
 def check_size(coord: np.ndarray, box: np.ndarray | None, rcut: float, where: str) -> None:
     """Numbers that cannot be right are refused before memory is asked for. The mean number of pairs in a periodic
     structure is n²/V · 4π rcut³/3, images included.
@@ -170,7 +188,7 @@ def check_size(coord: np.ndarray, box: np.ndarray | None, rcut: float, where: st
         raise UserError(f"{where}: a cutoff of {rcut:.1e} Å cannot be right. Expected at most {LONGEST:g} Å")
     if box is None:
         return
-    volume = abs(float(np.linalg.det(box)))
+    volume = volume_of(box)
     if volume < 1e-9:
         raise UserError(f"{where}: the cell {box.tolist()} has no volume. Its three vectors must be independent")
     pairs = len(coord) ** 2 / volume * 4 / 3 * np.pi * rcut**3

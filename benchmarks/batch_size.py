@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--name", default="batch_size", help="of the result file")
     args = parser.parse_args()
-    systems = [args.data] if args.data.is_file() else find_systems(args.data)[:1]
+    systems = [args.data.resolve()] if args.data.is_file() else find_systems(args.data)[:1]
     times: dict[tuple[str, int], list[float]] = {(o, b): [] for b in args.batch for o in args.optimizer}
     with tempfile.TemporaryDirectory(prefix="allforce-bench-") as tmp:
         for round_ in range(args.rounds):

@@ -71,7 +71,7 @@ def environment(name: str, threads: int) -> dict[str, str]:
 # --- data and input ------------------------------------------------------------------------------------------------
 def find_systems(folder: Path) -> list[Path]:
     """Every DeePMD system below a folder, sorted by name."""
-    systems = sorted(p.parent for p in Path(folder).rglob("type.raw"))
+    systems = sorted(p.parent for p in Path(folder).resolve().rglob("type.raw"))  # a run has a folder of its own
     if not systems:
         raise SystemExit(f"no DeePMD system (type.raw) below {folder}; give one with --data or ALLFORCE_WATER")
     return systems

@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--steps", type=int, default=480)  # long enough that every worker has met most frames
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--name", default="scaling", help="of the result file")
     args = parser.parse_args()
     config = water_input(find_systems(args.data), args.steps, args.steps // 4, args.batch, args.precision)
     cases = [(w, 1) for w in args.workers] + [(1, cores)] * (cores > 1)
@@ -55,7 +56,7 @@ def main() -> None:
     body += f"\n\n{args.precision}, batch {args.batch} a worker, {args.rounds} rounds, alternating. "
     body += "Efficiency counts threads, not the cores that exist."
     data = {"rows": [{"workers": w, "threads": t, "samples_per_s": speed[w, t]} for w, t in cases]}
-    write_result("scaling", "Scaling with workers", body, data, ["ours"])
+    write_result(args.name, "Scaling with workers", body, data, ["ours"])
 
 
 if __name__ == "__main__":
