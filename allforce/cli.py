@@ -346,6 +346,7 @@ def main(argv: list[str] | None = None) -> int:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, TextIOWrapper):  # a terminal without Å and µ gets \xc5 and \xb5
                 stream.reconfigure(errors="backslashreplace")
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads would fight with torch's for the cores
         postpone()
     top = parser()
     args, rest = top.parse_known_args(argv)

@@ -35,6 +35,8 @@ def train(args: Namespace) -> int:
     check_arguments(args)
     if starts_workers(args):  # this process waits for them, and needs no torch for that
         return train_with_workers(args)
+    from allforce.train import free_cores  # noqa: F401  # looks at the cores from now on
+
     with loading():
         from allforce.train.torch_calls import check_torch
 

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 PROBES = 2  # displacements v of a frame
 ENERGIES = 3.0
@@ -83,7 +84,7 @@ def by_evidence(M: np.ndarray, t: np.ndarray, least: float) -> np.ndarray:
     """δ of the equations M δ = t with α ≥ least, see the head of this file; zero where nothing speaks for another."""
     n, unknowns = M.shape
     tall = n >= unknowns
-    squares, vectors = np.linalg.eigh(M.T @ M if tall else M @ M.T)  # s²
+    squares, vectors = eigenvectors(M.T if tall else M)  # s²
     kept = squares > SMALLEST * max(squares[-1], 0.0) if n else np.zeros(0, dtype=bool)
     if not kept.any():
         return np.zeros(unknowns)
@@ -101,3 +102,11 @@ def by_evidence(M: np.ndarray, t: np.ndarray, least: float) -> np.ndarray:
         if abs(alpha / eta / before - 1) < SETTLED:
             break
     return basis @ delta
+
+
+def eigenvectors(M: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Eigenvalues, ascending, and eigenvectors of M Mᵀ, on torch's threads: numpy's own would fight with them for the
+    cores, for seconds where others use these too."""
+    A = torch.from_numpy(np.ascontiguousarray(M))
+    values, vectors = torch.linalg.eigh(A @ A.mT)
+    return values.numpy(), vectors.numpy()

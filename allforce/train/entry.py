@@ -135,6 +135,10 @@ def run(
     folders = {prefix.parent, Path(settings.training.disp_file).parent} if comm.rank == 0 else set()
     if comm.rank == 0:
         prefix.parent.mkdir(parents=True, exist_ok=True)
+    cores = None
+    if device.type == "cpu" and world.local_size == 1 and threads.intra > 1 and not threads.given:
+        cores = FreeCores(threads.intra, len(os.sched_getaffinity(0)), log.info)
+        cores.begin()
     with locked(folders), install_listener(COMPILE, TellOnce()) if comm.rank == 0 else nullcontext():
         if comm.rank == 0:
             checkpoint.sweep(prefix)
@@ -146,9 +150,6 @@ def run(
         facts = dict(summary_rows(job, world, comm, device, threads)) | {"input": options.input, "version": __version__}
         facts["host"] = socket.gethostname()
         monitor = Monitor(job.input.training, comm, device, facts, timeline_of(timeline, job, comm), job.restarted)
-        cores = None
-        if device.type == "cpu" and world.local_size == 1 and threads.intra > 1 and not threads.given:
-            cores = FreeCores(threads.intra, len(os.sched_getaffinity(0)), log.info)
         job.exit_code = Trainer(job, comm, monitor, collector, options.wall_time, cores).run()
         job.mesh.close()
     return job

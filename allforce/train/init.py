@@ -23,14 +23,14 @@ from allforce.distributed.comm import SerialComm
 from allforce.errors import UserError
 from allforce.logs import log
 from allforce.models.sel import sel_auto
+from allforce.train.fill import full
 from allforce.train.recipe import FITTING, LEAST, OPTIMIZER, RATE, TRAINING, with_loss
 
 RCUT = 6.0
-ATOMS = 256  # of a batch, at least: the update costs the same for more, and with few atoms it is most of the step
+ATOMS = 256  # of a batch of validation data, at least
 SHARE = 10  # one frame of so many is held back
 RUNS = 2 * SHARE  # so many runs are enough to hold back whole ones
 COUNTED = 500  # frames, at most, in which neighbours are counted
-TRIED = 20  # steps whose time is taken, after as many to warm up
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -66,13 +66,16 @@ def init(entries: list[str], time: str, output: str) -> None:
     plan = draft(type_map, training, validation, runs)
     log.info(f"{sum(r.frames for r in runs)} frames of {len(runs)} runs, types {', '.join(type_map)}")
     log.info(f"validation: {', '.join(validation) if validation else 'none, for every run is too short'}")
-    each = time_of_step(plan)
+    log.info("timing a few steps with batches of several sizes")
+    batch = full(times_of_steps(plan))
+    each = batch["seconds"]
     steps = max(LEAST, int(seconds / each))
     if steps > seconds / each:
         log.warning(f"{time} is short: {LEAST} steps, the least worth doing, take about {LEAST * each:.0f} s")
+    plan["training"]["training_data"]["batch_size"] = f"auto:{batch['atoms']}"
     plan["training"] |= {"numb_steps": steps, "disp_freq": max(10, steps // 100), "save_freq": max(1, steps // 10)}
     Path(output).write_text(pretty(plan), encoding="utf-8")
-    log.info(f"{1000 * each:.1f} ms a step here, so {steps} steps")
+    log.info(f"{1000 * each:.1f} ms a step here with {batch['atoms']} atoms or more in a batch, so {steps} steps")
     log.info(f"wrote {output}; next: dp train {output}")
 
 
@@ -132,7 +135,7 @@ def draft(type_map: list[str], training: list[str], validation: list[str], runs:
     """The input but for its number of steps."""
     systems = [s for run in runs for s in run.systems]
     virial = 0.02 if all("virial" in s.label_names for s in systems) else 0.0
-    data: dict[str, Any] = {"training_data": {"systems": training, "batch_size": f"auto:{ATOMS}"}}
+    data: dict[str, Any] = {"training_data": {"systems": training}}
     if validation:
         data["validation_data"] = {"systems": validation, "batch_size": f"auto:{ATOMS}", "numb_btch": 4}
     return {
@@ -169,10 +172,8 @@ def draft(type_map: list[str], training: list[str], validation: list[str], runs:
         ),
         "training": {
             **data,
-            "numb_steps": 2 * TRIED,
+            "numb_steps": LEAST,
             "seed": 1,
-            "disp_freq": TRIED,
-            "save_freq": 2 * TRIED,
             **TRAINING,
         },
     }
@@ -191,21 +192,19 @@ def sel_of(systems: list[System]) -> list[int]:
     return [max(4, n) for n in sel_auto(most, "auto:1.1")]
 
 
-def time_of_step(plan: dict[str, Any]) -> float:
-    """Seconds, by a few steps of a real training."""
+def times_of_steps(plan: dict[str, Any]) -> list[dict[str, float]]:
+    """Of batches of several sizes, by a few steps each in a process of their own; see fill.py."""
     short = json.loads(json.dumps(plan))
     for key in ("training_data", "validation_data"):
         if key in short["training"]:
             short["training"][key]["systems"] = [os.path.abspath(s) for s in short["training"][key]["systems"]]
     with tempfile.TemporaryDirectory(prefix="allforce-init-") as folder:
         (Path(folder) / "input.json").write_text(json.dumps(short))
-        command = [sys.executable, "-m", "allforce", "train", "input.json", "--skip-neighbor-stat"]
+        command = [sys.executable, "-m", "allforce.train.fill", "input.json"]
         path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]))
         done = subprocess.run(
             command, cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
         )
         if done.returncode != 0:
             raise UserError(f"dp init: a training with this data fails:\n{done.stderr.strip().splitlines()[-1]}")
-        rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if row.get("steps")]
-    return rows[-1]["seconds"] / rows[-1]["steps"]
+    return [json.loads(line) for line in done.stdout.splitlines()]

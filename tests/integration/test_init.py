@@ -9,7 +9,7 @@ from tiny import dp, rows, write_input, write_system
 from allforce.cli import main
 from allforce.config.load import load_input
 from allforce.errors import UserError
-from allforce.train import init
+from allforce.train import fill, init
 
 pytest_plugins = ["folder_fixture"]
 
@@ -42,6 +42,28 @@ def test_from_data_to_a_model(folder):
     first, last = ([float(x) for x in row.split()] for row in (rows(folder)[0], rows(folder)[-1]))
     assert last[6] < 0.5 * first[6]  # rmse_f of frames that were held back
     assert dp(folder, "init", "small").returncode == 2  # input.json is there
+
+
+@pytest.mark.parametrize(
+    "seconds, atoms", [([1.0, 1.1, 1.3, 1.9], 128), ([1.0, 2.0], 32), ([1.2, 1.0, 1.5], 64), ([1.0], 32)]
+)
+def test_a_batch_is_full_where_the_step_begins_to_grow(seconds, atoms):
+    rows = [{"atoms": a, "seconds": s} for a, s in zip(fill.SIZES, seconds, strict=False)]
+    assert fill.full(rows)["atoms"] == atoms
+
+
+def test_batches_of_several_sizes_are_timed(folder, capsys):
+    write_input(folder)
+    fill.measure("input.json")
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert rows[0]["atoms"] == fill.SIZES[0] and all(row["seconds"] > 0 for row in rows)
+
+
+def test_data_that_cannot_be_trained_with_are_told(folder):
+    (folder / "small" / "set.000" / "force.npy").write_bytes(b"no numbers")
+    result = dp(folder, "init", "small")
+    assert result.returncode == 2 and "cannot be read as a .npy file" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_whole_runs_are_held_back_where_there_are_many(folder):

@@ -18,13 +18,16 @@ class Machine:
         )
 
     def run(self, cores, seconds):
+        self.work(cores, seconds)
+        cores.look()
+
+    def work(self, cores, seconds):
         own = min(cores.threads, self.cpus - self.others)
         self.now, self.busy, self.own = (
             self.now + seconds,
             self.busy + seconds * (self.others + own),
             self.own + seconds * own,
         )
-        cores.look()
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +63,17 @@ def test_a_moment_changes_nothing_and_not_every_step_looks():
     for _ in range(3):
         machine.run(cores, EVERY)
     assert cores.threads == 5
+
+
+@pytest.mark.parametrize("others, seconds, expected", [(1.0, 0.5, 1), (0.0, 0.5, 2), (1.0, 0.01, 2)])
+def test_the_first_step_knows_already(others, seconds, expected):
+    machine = Machine()
+    cores = machine.cores(2)
+    since = machine.now, machine.busy, machine.own
+    machine.others = others
+    machine.work(cores, seconds)
+    cores.begin(since)
+    assert cores.threads == expected and len(machine.lines) == (expected < 2)
 
 
 def test_busy_time_grows_with_work():
