@@ -24,6 +24,7 @@ from allforce.neighbors import Pairs, crowding, neighbor_list
 
 ITEM = TypeVar("ITEM")
 AT_ONCE = 64  # frames that are read before their neighbours are counted
+ATOMS = 512  # of frames that are evaluated together: enough that products are not waiting for weights
 SAME_ENERGY = 1e-3  # eV; more between two energies of the same isolated atom is a mistake
 
 
@@ -67,7 +68,7 @@ class Sample:
         for member in self.members:
             yield self.loader.make([member])
 
-    def groups(self, most: int) -> Iterator[tuple[list[tuple[int, int]], Batch]]:
+    def groups(self, most: int = ATOMS) -> Iterator[tuple[list[tuple[int, int]], Batch]]:
         """This worker's share of batches of up to `most` atoms, or one frame; which frames are together does not depend
         on the number of workers."""
         groups: list[list[tuple[int, int]]] = []
@@ -145,8 +146,9 @@ def gather_rows(rows: np.ndarray, comm: Comm) -> np.ndarray:
     table = np.zeros((sum(counts), rows.shape[1]))
     start = sum(counts[: comm.rank])
     table[start : start + len(rows)] = rows
-    table = reduce(table, comm)
-    return table[np.lexsort(table.T)]
+    table = reduce(table, comm) + 0.0  # no -0.0, which some sums keep and others do not
+    as_bytes = table.view(f"V{table.itemsize * table.shape[1]}").ravel()  # any order will do that the rows alone decide
+    return table[np.argsort(as_bytes)]
 
 
 def count_neighbors(

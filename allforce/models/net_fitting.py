@@ -150,7 +150,7 @@ class NetFitting(Fitting):
         """
         if self.config.input_scale is None:
             return
-        rows = (self.input_sums(describe(batch), batch) for batch in sample.batches())
+        rows = (self.input_sums(describe(batch), batch) for _, batch in sample.groups())
         sums = sample.sum_rows(rows, len(self.nets) * (1 + 2 * self.dim)).reshape(len(self.nets), -1)
         for net, (count, *rest) in zip(self.nets, sums, strict=True):
             first, (mean, squares) = net.layers[0], np.reshape(rest, (2, self.dim)) / max(count, 1.0)

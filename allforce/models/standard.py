@@ -34,7 +34,6 @@ from allforce.models.refit import PROBES, Equations
 from allforce.models.serial import part_named, to_numpy
 from allforce.models.table import TableConfig
 
-BATCH_ATOMS = 512  # of a batch: enough that products are not waiting for weights
 UNKNOWNS = 10_000  # weights of all last layers: with more, the equations would take more than 100 MB
 
 DESCRIPTORS: dict[str, type[Descriptor]] = {**PLAIN, "hybrid": Hybrid}
@@ -188,7 +187,7 @@ class StandardModel(Potential):
         for p in trained:
             p.requires_grad_(False)  # nobody reads their gradients here
         try:
-            rows = [row for group, batch in sample.groups(BATCH_ATOMS) for row in self.linear_rows(group, batch)]
+            rows = [row for group, batch in sample.groups() for row in self.linear_rows(group, batch)]
         finally:
             for p in trained:
                 p.requires_grad_(True)
