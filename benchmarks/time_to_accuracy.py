@@ -5,11 +5,12 @@
 
 DeePMD-kit (TensorFlow) trains by the recipe of its examples (Adam, exponential decay) for --peer-steps, and with
 --best-steps also by the best it has (PyTorch, HybridMuon, a cosine from --best-rate to 0); Allforce by its own
-(`dp train --recipe`) for the steps of --ladder, a run for each, because its rate ends at zero. All with the same nets
-(unless --own-neuron is given), data, precision and threads, in turn, as a user does: wall time is that of the whole
-process, start included. The batch is part of the recipe: --batch is DeePMD-kit's, --own-batch ours (`dp init` writes
-auto:256). Errors are those of `dp test` on all validation frames. The time to an accuracy is that of the shortest run
-of the ladder whose force and energy errors are both as small. Medians over the seeds.
+(`dp train --recipe`) for the steps of --ladder, a run for each, because its rate ends at zero. All with the same nets,
+data, precision and threads, in turn, as a user does: wall time is that of the whole process, start included. With
+--own-neuron Allforce also trains fitting nets of other widths, such as those of `dp init`. The batch is part of the
+recipe: --batch is DeePMD-kit's, --own-batch ours. Errors are those of `dp test` on all validation frames. The time to
+an accuracy is that of the shortest run of the ladder whose force and energy errors are both as small. Medians over the
+seeds; --long-steps of DeePMD-kit are run with the first seed only.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from common import LABEL, RESULTS, available, markdown_table, test_errors, train, water_input, write_result
+from common import LABEL as PROGRAMS
+from common import RESULTS, available, markdown_table, test_errors, train, water_input, write_result
 
 from allforce.data.discover import open_systems
 from allforce.train.recipe import FITTING, OPTIMIZER, RATE, TRAINING, with_loss
 
 LABELS = ("energy", "force", "virial")
+OWN = ("ours", "narrow")  # Allforce with the same nets, and with those of --own-neuron
+LABEL = {**PROGRAMS, "narrow": "Allforce, other nets"}
 
 
 def as_npy(entries: list[str], folder: Path, type_map: list[str] | None) -> tuple[Path, list[str]]:
@@ -52,18 +56,18 @@ def as_npy(entries: list[str], folder: Path, type_map: list[str] | None) -> tupl
 def config_of(name: str, steps: int, seed: int, type_map: list[str], data: Path, args: argparse.Namespace) -> dict:
     """DeePMD-kit's example, or the recipe in its place."""
     systems = sorted(p.parent for p in data.rglob("type.raw"))
-    batch = args.own_batch or args.batch if name == "ours" else args.batch
+    batch = args.own_batch or args.batch if name in OWN else args.batch
     config = water_input(systems, steps, display=max(1, steps // 4), batch=batch, precision=args.precision)
     config["model"]["type_map"] = type_map
     config["model"]["descriptor"]["sel"] = "auto"
     config["model"]["descriptor"]["seed"] = config["model"]["fitting_net"]["seed"] = seed
     config["training"] |= {"seed": 10 * seed, "save_freq": steps}
     config["learning_rate"] |= {"decay_steps": max(1, steps // 20), "start_lr": 0.001, "stop_lr": 1e-6}
-    if name == "ours":
+    if name in OWN:
         config |= {"learning_rate": dict(RATE), "optimizer": dict(OPTIMIZER), "loss": with_loss(config["loss"])}
         config["training"] |= TRAINING
         config["model"]["fitting_net"] |= FITTING
-        if args.own_neuron:
+        if name == "narrow":
             config["model"]["fitting_net"]["neuron"] = [int(n) for n in args.own_neuron.split(",")]
     if name == "pt":  # as it is documented there, but for the rate
         config["learning_rate"] = {"type": "cosine", "start_lr": args.best_rate, "stop_lr": 1e-8}
@@ -73,10 +77,10 @@ def config_of(name: str, steps: int, seed: int, type_map: list[str], data: Path,
 
 def one(name: str, config: dict, folder: Path, unseen: Path, threads: int) -> dict[str, float]:
     """Wall time of the training, errors of the model."""
-    begun = time.perf_counter()
-    train(name, config, folder, threads)
+    program, begun = "ours" if name in OWN else name, time.perf_counter()
+    train(program, config, folder, threads)
     wall = time.perf_counter() - begun
-    force, energy = test_errors(name, folder, unseen, threads)
+    force, energy = test_errors(program, folder, unseen, threads)
     steps = config["training"]["numb_steps"]
     print(
         f"{LABEL[name]}, {steps} steps: {wall:.1f} s, force {force:.4f} eV/Å, energy {energy:.2f} meV/atom", flush=True
@@ -96,13 +100,14 @@ def middle(runs: list[dict[str, float]], steps: int) -> dict[str, float]:
     return {key: median(r[key] for r in same) for key in ("steps", "wall", "force", "energy")}
 
 
-def row(name: str, run: dict[str, float], ours: list[dict[str, float]]) -> list[str]:
+def row(name: str, run: dict[str, float], medians: dict[str, list[dict[str, float]]]) -> list[str]:
     cells = [LABEL[name], f"{run['steps']:.0f}", f"{run['wall']:.1f}", f"{run['force']:.4f}", f"{run['energy']:.2f}"]
-    mine = reached(ours, run) if name != "ours" else None
-    return [
-        *cells,
-        f"{mine['steps']:.0f} steps, {mine['wall']:.1f} s, 1/{run['wall'] / mine['wall']:.0f}" if mine else "",
-    ]
+    for own in (n for n in OWN if n in medians):
+        first = reached(medians[own], run) if name not in OWN else None
+        cells.append(
+            f"{first['steps']:.0f} steps, {first['wall']:.1f} s, 1/{run['wall'] / first['wall']:.0f}" if first else ""
+        )
+    return cells
 
 
 def draw(found: dict[str, list[dict[str, float]]], path: Path) -> None:
@@ -128,34 +133,41 @@ def main() -> None:
     parser.add_argument("--precision", default="float32", choices=["float32", "float64"])
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--own-batch", type=lambda text: int(text) if text.isdigit() else text, help="auto:256 or so")
-    parser.add_argument("--own-neuron", default="", help="fitting nets of Allforce, such as 128,128,128 of dp init")
+    parser.add_argument("--own-neuron", default="", help="also fitting nets of these widths, such as 128,128,128")
     parser.add_argument("--ladder", default="150,300,600,1200,2400", help="steps of Allforce")
-    parser.add_argument("--peer-steps", default="4000,20000", help="steps of DeePMD-kit")
+    parser.add_argument("--peer-steps", default="4000", help="steps of DeePMD-kit")
+    parser.add_argument("--long-steps", default="", help="more steps of DeePMD-kit, for one seed")
     parser.add_argument("--best-steps", default="", help="steps of DeePMD-kit with PyTorch and HybridMuon")
     parser.add_argument("--best-rate", type=float, default=0.001)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args()
-    lengths = {"ours": args.ladder, "tf": args.peer_steps, "pt": args.best_steps}
+    peer = ",".join(filter(None, [args.peer_steps, args.long_steps]))
+    lengths = {"ours": args.ladder, "tf": peer, "pt": args.best_steps}
     names = available([n for n, steps in lengths.items() if steps])
+    if args.own_neuron:
+        names, lengths["narrow"] = [*OWN, *names[1:]], args.ladder
+    once = args.long_steps.split(",")
     found: dict[str, list[dict[str, float]]] = {n: [] for n in names}
     with tempfile.TemporaryDirectory(prefix="allforce-bench-") as tmp:
         data, type_map = as_npy(args.train, Path(tmp) / "train", None)
         unseen, _ = as_npy(args.valid, Path(tmp) / "valid", type_map)
         for seed in range(1, args.seeds + 1):
             for n in names:
-                for steps in map(int, lengths[n].split(",")):
+                for steps in (int(s) for s in lengths[n].split(",") if seed == 1 or s not in once):
                     config = config_of(n, steps, seed, type_map, data, args)
                     folder = Path(tmp) / f"{n}-{seed}-{steps}"
                     found[n].append({"seed": seed, **one(n, config, folder, unseen, args.threads)})
     medians = {n: [middle(found[n], int(steps)) for steps in lengths[n].split(",")] for n in names}
-    rows = [row(n, r, medians["ours"]) for n in names for r in medians[n]]
-    header = ["program", "steps", "wall, s", "force RMSE, eV/Å", "energy RMSE, meV/atom", "Allforce as good after"]
+    rows = [row(n, r, medians) for n in names for r in medians[n]]
+    header = ["program", "steps", "wall, s", "force RMSE, eV/Å", "energy RMSE, meV/atom"]
+    header += [f"{LABEL[n]}: as good after" for n in OWN if n in names]
     body = markdown_table(header, rows)
     batches = f"batch {args.batch}" + (f" (Allforce: {args.own_batch})" if args.own_batch else "")
-    batches += f", Allforce's fitting nets {args.own_neuron}" if args.own_neuron else ""
+    batches += f", other nets: fitting {args.own_neuron}" if args.own_neuron else ""
     body += f"\n\n{args.precision}, {batches}, {args.threads} threads, medians of {args.seeds} seed(s)."
-    write_result(args.name, "Wall time to an accuracy", body, {"runs": found}, names)
+    programs = [n for n in names if n in PROGRAMS]
+    write_result(args.name, "Wall time to an accuracy", body, {"runs": found}, programs)
     draw(found, RESULTS / f"{args.name}.png")
 
 
