@@ -14,11 +14,14 @@ from allforce.data.batch import LABELS, Batch, Edges, Frame
 from allforce.data.blocks import NOTHING, Part
 from allforce.data.cache import Cache
 from allforce.data.dataset import DataSet
+from allforce.data.plan import Plan
 from allforce.data.prepare import Needs, Preparation
 from allforce.data.sampler import Sampler
 from allforce.errors import UserError
-from allforce.neighbors import Pairs
+from allforce.neighbors import FEW, Pairs
 from allforce.trace import BATCH, phase
+
+PLANS = 1 << 25  # bytes of plans that a loader keeps
 
 
 class Loader:
@@ -43,6 +46,7 @@ class Loader:
         self.device = torch.device(device)
         check_parameters(dataset, needs)
         self._cache = Cache(1 << 30) if cache is None else cache
+        self._plans = Cache(PLANS)
         self._pool: ThreadPoolExecutor | None = None
         self._ahead: deque[Future[Batch]] = deque()
 
@@ -63,16 +67,35 @@ class Loader:
     def make(self, members: list[tuple[int, int]]) -> Batch:
         """The batch of these (system, frame) pairs; a batch of one frame is kept as it is."""
         if len(members) == 1:
-            key = (id(self), "batch", *members[0])
-            batch = self._cache.kept(key, lambda: self._join(members, [self._prepare(*members[0])]), _bytes)
+            batch = self._cache.kept((id(self), "batch", *members[0]), lambda: self._made(members), _bytes)
         else:
-            batch = self._join(members, [self.frame(i, k) for i, k in members])
+            batch = self._made(members)
         return batch if self.device.type == "cpu" else batch.pin_memory().to(self.device)
 
+    def _made(self, members: list[tuple[int, int]]) -> Batch:
+        if self._alike(members):
+            n, count = members[0][0], len(members)
+            system = self.dataset.systems[n]
+            plan = self._plans.kept((n, count), lambda: Plan(system.model_types, count, self.needs), lambda p: p.nbytes)
+            batch = plan.batch(system.several([k for _, k in members]), self._name(members))
+            if batch is not None:
+                return batch
+        frame = self._prepare if len(members) == 1 else self.frame
+        return self._join(members, [frame(i, k) for i, k in members])
+
+    def _alike(self, members: list[tuple[int, int]]) -> bool:
+        """Frames of the same few atoms, whose batch can be made by a plan as fast as from frames that were kept."""
+        needs, system = self.needs, self.dataset.systems[members[0][0]]
+        special = needs.excluded_pairs or needs.numb_fparam or needs.numb_aparam or self.block[1] > 1
+        few = system.natoms <= FEW and not system.mixed and (system.at_hand or len(members) == 1)
+        return few and not special and all(n == members[0][0] for n, _ in members)
+
+    def _name(self, members: list[tuple[int, int]]) -> str:
+        return ", ".join(f"{self.dataset.systems[i].name} frame {k}" for i, k in members)
+
     def _join(self, members: list[tuple[int, int]], parts: list[tuple[Frame, Any]]) -> Batch:
-        name = ", ".join(f"{self.dataset.systems[i].name} frame {k}" for i, k in members)
         join: Any = collate if self.block[1] == 1 else collate_parts
-        return join([f for f, _ in parts], [e for _, e in parts], self.needs.ntypes, name)
+        return join([f for f, _ in parts], [e for _, e in parts], self.needs.ntypes, self._name(members))
 
     def frame(self, i: int, k: int) -> tuple[Frame, Any]:
         """Frame k of system i, sorted by type, with its neighbour pairs, or, with blocks, its Part."""
