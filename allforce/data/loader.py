@@ -22,6 +22,7 @@ from allforce.neighbors import FEW, Pairs
 from allforce.trace import BATCH, phase
 
 PLANS = 1 << 25  # bytes of plans that a loader keeps
+AT_ONCE = 8  # batches of few atoms: one that is made by itself, beside the training, takes three times as long
 
 
 class Loader:
@@ -48,7 +49,8 @@ class Loader:
         self._cache = Cache(1 << 30) if cache is None else cache
         self._plans = Cache(PLANS)
         self._pool: ThreadPoolExecutor | None = None
-        self._ahead: deque[Future[Batch]] = deque()
+        self._ahead: deque[Future[list[Batch | Exception]]] = deque()
+        self._ready: deque[Batch | Exception] = deque()
 
     @property
     def whole(self) -> Loader:
@@ -109,9 +111,11 @@ class Loader:
     # ---- in the background
 
     def start(self, m0: int, stride: int, depth: int = 2) -> None:
-        """Prepare micro-batches m0, m0 + stride, … ahead of next(), `depth` of them."""
+        """Prepare micro-batches m0, m0 + stride, … ahead of next(): some at a time, `depth` times."""
         self.close()
-        self._next, self._stride = m0, stride
+        data = self.dataset
+        largest = max(s.natoms * (data.mixed_batch or b) for s, b in zip(data.systems, data.batch_sizes, strict=True))
+        self._next, self._stride, self._at_once = m0, stride, AT_ONCE if largest <= FEW else 1
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="loader")
         for _ in range(depth):
             self._submit()
@@ -119,13 +123,29 @@ class Loader:
     def next(self) -> Batch:
         """The following micro-batch; what went wrong while it was made is raised here."""
         assert self._pool is not None, "start() comes first"
-        self._submit()
-        return self._ahead.popleft().result()
+        if not self._ready:
+            self._submit()
+            self._ready.extend(self._ahead.popleft().result())
+        batch = self._ready.popleft()
+        if isinstance(batch, Exception):
+            raise batch
+        return batch
 
     def _submit(self) -> None:
         assert self._pool is not None
-        self._ahead.append(self._pool.submit(self.batch, self._next))
-        self._next += self._stride
+        end = self._next + self._at_once * self._stride
+        self._ahead.append(self._pool.submit(self._some, range(self._next, end, self._stride)))
+        self._next = end
+
+    def _some(self, numbers: range) -> list[Batch | Exception]:
+        """These micro-batches, up to the first that cannot be made."""
+        found: list[Batch | Exception] = []
+        try:
+            for m in numbers:
+                found.append(self.batch(m))
+        except Exception as error:  # has its turn behind those that were made
+            found.append(error)
+        return found
 
     def close(self) -> None:
         """End the background thread; batch() still works, and start() begins anew."""
@@ -133,6 +153,7 @@ class Loader:
             self._pool.shutdown(wait=True, cancel_futures=True)
         self._pool = None
         self._ahead.clear()
+        self._ready.clear()
 
 
 def check_parameters(dataset: DataSet, needs: Needs) -> None:
