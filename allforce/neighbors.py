@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 from vesin import NeighborList
 
+from allforce import all_pairs
+from allforce.all_pairs import FARTHEST, LONGEST, MOST_PAIRS
 from allforce.errors import UserError
 
 Pairs = tuple[np.ndarray, np.ndarray, np.ndarray]  # i (E,), j (E,), r (E, 3) of one frame, sorted by i
 TOUCHING = 1e-3  # Å: closer than this, two atoms are on one place
-FARTHEST = 1e9  # Å: beyond it the library counts its cells wrong
-LONGEST = 1e4  # Å, of a cutoff
-MOST_PAIRS = 5e7  # of one structure: a few GB
 MOST_KEPT = 1_000_000  # pairs, 32 MB, for which a thread keeps memory
-FEW = 400  # atoms: up to here trying all periodic pairs is faster than sorting the atoms into cells first
+FEW = 400  # atoms: up to here trying all pairs is faster than sorting the atoms into cells first
 
 _of_thread = threading.local()  # what each thread keeps for its next search
 
@@ -64,89 +64,69 @@ def neighbor_list(
     if periodic is None:
         check_size(coord, box if cell is not None else None, rcut, where)
     along = [cell is not None] * 3 if periodic is None or cell is None else list(periodic)
-    if len(coord) <= FEW and any(along):
+    if len(coord) <= FEW:
         return pairs_of_few(coord, box, rcut, along, where)
     try:
         pairs, r = _calculator(float(rcut), threads).compute(coord, box, along, "PD", copy=False)
-    except RuntimeError as error:  # numbers that are not finite
+    except RuntimeError as error:
         raise UserError(f"{where}: no neighbours can be found: {error}") from None
     return pairs[:, 0].astype(np.int32), pairs[:, 1].astype(np.int32), r if r.flags.owndata else r.copy()
 
 
 def pairs_of_few(coord: np.ndarray, box: np.ndarray, rcut: float, along: Sequence[bool], where: str) -> Pairs:
-    """neighbor_list of a periodic structure by trying all pairs of atoms."""
-    if not (np.isfinite(coord).all() and np.isfinite(box).all()):
-        raise UserError(f"{where}: no neighbours can be found: a coordinate or the cell is not a finite number")
-    periodic, n = np.array(along, dtype=np.bool_), len(coord)
-    to_fractions = np.linalg.inv(box) if periodic.all() else np.linalg.pinv(box * periodic[:, None])
-    rounding = 1e-9 * rcut + 1e-14 * np.abs(coord).max(initial=0.0)  # Å: candidates may be too many, never too few
-    reach = (rcut + rounding) * np.linalg.norm(to_fractions, axis=0)  # two planes are 1/|column of the inverse| apart
-    volume = volume_of(box) if periodic.all() else np.inf
-    size = int(min(n * n / volume * 6.0 * rcut**3, MOST_PAIRS)) + 16 * n  # 4.19 on average, so nearly always enough
-    while True:
-        i, j, r = _buffers(size)
-        if (reach[periodic] < 0.5 - 1e-9).all():
-            found = try_nearest_images(coord, box, to_fractions, rcut, i, j, r)
-        else:
-            found = try_all_pairs(coord, box, to_fractions, reach, periodic, rcut, i, j, r)
-        if found <= len(i):
-            return i[:found].copy(), j[:found].copy(), r[:found].copy()
-        size = found
+    """neighbor_list by trying all pairs of atoms."""
+    periodic = np.array(along)
+    if periodic.any() and not periodic.all():  # any vectors that are independent will do for the others
+        box = box.copy()
+        box[~periodic] = np.linalg.svd(box[periodic])[2][periodic.sum() :]
+    rows, kind = np.arange(len(coord)), np.zeros(len(coord), np.int64)
+    found = edges_of_frames(coord[None], box[None], periodic, rcut, rows, kind, 1, np.int32)
+    if found.nearest[0] < 0:
+        raise UserError(f"{where}: no neighbours can be found: a coordinate or the cell cannot be right")
+    return found.i, found.j, found.r
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
-def try_all_pairs(coord, box, to_fractions, reach, periodic, rcut, i, j, r):
-    """Fill i, j, r with the pairs within rcut, sorted by i, as far as there is space for them; how many there are.
+class Found(NamedTuple):
+    """Edges of frames of the same few atoms, sorted by centre, neighbour and image."""
 
-    reach (3,): rcut in distances of lattice planes. An image S of a pair with the fractional vector f can be within
-    rcut only if |f + S| <= reach in all three.
-    """
-    n, low, high = 0, np.zeros(3, np.int64), np.zeros(3, np.int64)
-    for a in range(len(coord)):
-        for b in range(len(coord)):
-            x, y, z = coord[b, 0] - coord[a, 0], coord[b, 1] - coord[a, 1], coord[b, 2] - coord[a, 2]
-            for d in range(3):
-                if periodic[d]:
-                    f = x * to_fractions[0, d] + y * to_fractions[1, d] + z * to_fractions[2, d]
-                    low[d], high[d] = np.ceil(-reach[d] - f), np.floor(reach[d] - f)
-            for sx in range(low[0], high[0] + 1):
-                for sy in range(low[1], high[1] + 1):
-                    for sz in range(low[2], high[2] + 1):
-                        rx = x + (sx * box[0, 0] + sy * box[1, 0] + sz * box[2, 0])
-                        ry = y + (sx * box[0, 1] + sy * box[1, 1] + sz * box[2, 1])
-                        rz = z + (sx * box[0, 2] + sy * box[1, 2] + sz * box[2, 2])
-                        if rx * rx + ry * ry + rz * rz >= rcut * rcut or (a == b and sx == 0 and sy == 0 and sz == 0):
-                            continue
-                        if n < len(i):
-                            i[n], j[n], r[n, 0], r[n, 1], r[n, 2] = a, b, rx, ry, rz
-                        n += 1
-    return n
+    i: np.ndarray  # (E,)
+    j: np.ndarray  # (E,)
+    r: np.ndarray  # (E, 3)
+    first: np.ndarray  # (N + 1,) int64 first edge of each centre
+    nearest: np.ndarray  # (B,) the smallest distance in each frame, inf without edges, -1 where check_size complains
+    most: np.ndarray  # (types,) int64 neighbours of a kind that an atom has
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
-def try_nearest_images(coord, box, to_fractions, rcut, i, j, r):
-    """try_all_pairs where rcut is less than half a distance of lattice planes: one image of a pair, the nearest, can be
-    within rcut. Vectors from one atom to all others are computed together, in vector instructions."""
-    n, atoms = 0, len(coord)
-    xs, ys, zs = coord[:, 0].copy(), coord[:, 1].copy(), coord[:, 2].copy()
-    to, rx, ry, rz, square = to_fractions, np.empty(atoms), np.empty(atoms), np.empty(atoms), np.empty(atoms)
-    for a in range(atoms):
-        for b in range(atoms):
-            x, y, z = xs[b] - xs[a], ys[b] - ys[a], zs[b] - zs[a]
-            sx = -np.floor(x * to[0, 0] + y * to[1, 0] + z * to[2, 0] + 0.5)  # 0 along what is not periodic
-            sy = -np.floor(x * to[0, 1] + y * to[1, 1] + z * to[2, 1] + 0.5)
-            sz = -np.floor(x * to[0, 2] + y * to[1, 2] + z * to[2, 2] + 0.5)
-            rx[b] = x + (sx * box[0, 0] + sy * box[1, 0] + sz * box[2, 0])
-            ry[b] = y + (sx * box[0, 1] + sy * box[1, 1] + sz * box[2, 1])
-            rz[b] = z + (sx * box[0, 2] + sy * box[1, 2] + sz * box[2, 2])
-            square[b] = rx[b] * rx[b] + ry[b] * ry[b] + rz[b] * rz[b]
-        square[a] = np.inf
-        for b in range(atoms):
-            if square[b] < rcut * rcut:
-                if n < len(i):
-                    i[n], j[n], r[n, 0], r[n, 1], r[n, 2] = a, b, rx[b], ry[b], rz[b]
-                n += 1
-    return n
+def edges_of_frames(
+    coord: np.ndarray,
+    box: np.ndarray,
+    periodic: np.ndarray,
+    rcut: float,
+    rows: np.ndarray,
+    kind: np.ndarray,
+    nt: int,
+    integer: type = np.int64,
+) -> Found:
+    """The edges of coord (B, n, 3) in box (B, 3, 3), atoms numbered as rows (N,) says: see all_pairs.find_edges."""
+    given = coord, box, periodic, float(rcut), rows, kind
+    first, nearest, most = np.empty(len(rows) + 1, np.int64), np.empty(len(coord)), np.zeros(nt, np.int64)
+    i, j, r = _buffers(64 * len(rows))
+    n = all_pairs.find_edges(*given, i, j, r, first, nearest, most)
+    if n > len(i):
+        i, j, r = _buffers(n)
+        all_pairs.find_edges(*given, i, j, r, first, nearest, most)
+    return Found(i[:n].astype(integer), j[:n].astype(integer), r[:n].copy(), first, nearest, most)
+
+
+def crowding_of_frames(
+    coord: np.ndarray, cell: np.ndarray | None, rcut: float, kind: np.ndarray, nt: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """nearest (B,) and most (nt,) of Found for coord (B, n, 3) and cell (B, 3, 3) or none; no edge is written."""
+    box, periodic = np.zeros((len(coord), 3, 3)) if cell is None else cell, np.full(3, cell is not None)
+    rows, nothing = np.arange(coord[..., 0].size), (np.empty(0, np.int32), np.empty(0, np.int32), np.empty((0, 3)))
+    first, nearest, most = np.empty(len(rows) + 1, np.int64), np.empty(len(coord)), np.zeros(nt, np.int64)
+    all_pairs.find_edges(coord, box, periodic, float(rcut), rows, kind, *nothing, first, nearest, most)
+    return nearest, most
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -170,29 +150,24 @@ def pairs_within(coord, cell, i, j, shift, rcut):
     return kept_i[:n], kept_j[:n], kept_r[:n], np.sqrt(nearest)
 
 
-def volume_of(box: np.ndarray) -> float:
-    """|a · (b × c)|; np.linalg.det takes ten times as long."""
-    (ax, ay, az), (bx, by, bz), (cx, cy, cz) = box.tolist()
-    return abs(ax * (by * cz - bz * cy) + ay * (bz * cx - bx * cz) + az * (bx * cy - by * cx))
-
-
 def check_size(coord: np.ndarray, box: np.ndarray | None, rcut: float, where: str) -> None:
-    """Numbers that cannot be right are refused before memory is asked for. The mean number of pairs in a periodic
-    structure is n²/V · 4π rcut³/3, images included.
-    """
-    for what, values in (("coordinate", coord), ("cell vector", coord if box is None else box)):
-        farthest = float(np.abs(values).max())
-        if farthest > FARTHEST:
-            raise UserError(f"{where}: a {what} of {farthest:.1e} Å cannot be right. Expected at most {FARTHEST:g} Å")
-    if rcut > LONGEST:
+    """Numbers that cannot be right are refused before memory is asked for."""
+    coord, cell = np.ascontiguousarray(coord), np.zeros((3, 3)) if box is None else np.ascontiguousarray(box)
+    found = all_pairs.flaw(coord, cell, np.full(3, box is not None), float(rcut))
+    if found == all_pairs.NOT_FINITE:
+        raise UserError(f"{where}: no neighbours can be found: a coordinate or the cell is not a finite number")
+    if found in (all_pairs.FAR_ATOM, all_pairs.LONG_CELL):
+        what, values = ("coordinate", coord) if found == all_pairs.FAR_ATOM else ("cell vector", cell)
+        raise UserError(
+            f"{where}: a {what} of {np.abs(values).max():.1e} Å cannot be right. Expected at most {FARTHEST:g} Å"
+        )
+    if found == all_pairs.LONG_CUTOFF:
         raise UserError(f"{where}: a cutoff of {rcut:.1e} Å cannot be right. Expected at most {LONGEST:g} Å")
-    if box is None:
-        return
-    volume = volume_of(box)
-    if volume < 1e-9:
-        raise UserError(f"{where}: the cell {box.tolist()} has no volume. Its three vectors must be independent")
-    pairs = len(coord) ** 2 / volume * 4 / 3 * np.pi * rcut**3
-    if pairs > MOST_PAIRS:
+    if found == all_pairs.NO_VOLUME:
+        raise UserError(f"{where}: the cell {cell.tolist()} has no volume. Its three vectors must be independent")
+    if found == all_pairs.CROWDED:
+        volume = all_pairs.volume_of(cell)
+        pairs = all_pairs.mean_pairs(len(coord), volume, rcut)
         raise UserError(
             f"{where}: about {pairs:.1e} pairs within {rcut} Å ({len(coord)} atoms in {volume:.1e} Å³). At most"
             f" {MOST_PAIRS:g} are possible. Check the cell and its units, or take a smaller cutoff"

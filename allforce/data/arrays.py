@@ -34,7 +34,7 @@ class DiskArray(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
     def read(self) -> np.ndarray: ...  # all of it
-    def row(self, k: int) -> np.ndarray: ...
+    def rows(self, ks: np.ndarray) -> np.ndarray: ...  # (len(ks), ·)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,10 @@ class NpyArray:
         self._still_whole()
         return _memory_map(self)
 
-    def row(self, k: int) -> np.ndarray:
+    def rows(self, ks: np.ndarray) -> np.ndarray:
         mapped = _memory_map(self)
         self._still_whole()
-        return mapped[k]
+        return mapped[ks]
 
     def _still_whole(self) -> None:
         """A mapped file that has become shorter would end the process (SIGBUS)."""
@@ -138,13 +138,20 @@ class H5Array:
         return f"{self.file}#{self.name}"
 
     def read(self) -> np.ndarray:
-        return self.row(())
+        return self._taken((), math.prod(self.shape))
 
-    def row(self, k: Any) -> np.ndarray:
+    def rows(self, ks: np.ndarray) -> np.ndarray:
+        size = math.prod(self.shape[1:])
+        if (np.diff(ks) == 1).all():
+            return self._taken(slice(int(ks[0]), int(ks[-1]) + 1), size * len(ks))
+        return np.stack([self._taken(k, size) for k in ks.tolist()])  # h5py takes no others than ascending ones
+
+    def _taken(self, which: Any, count: int) -> np.ndarray:
+        """Some of it, `count` numbers."""
         try:
             data = h5_file(self.file)[self.name]
-            check_bytes(self.where, data.dtype.itemsize * math.prod(data.shape[1:] if k != () else data.shape))
-            return data[k]
+            check_bytes(self.where, data.dtype.itemsize * count)
+            return data[which]
         except (OSError, KeyError, RuntimeError) as error:
             raise UserError(f"{self.where}: cannot be read ({error})") from None
 

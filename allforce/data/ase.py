@@ -188,6 +188,7 @@ class AseSystem(System):
     """Frames of one kind of a file, in memory."""
 
     numbered = False
+    at_hand = True
     keys: list[str]  # that its file has
 
     def __init__(self, atoms: Atoms, periodic: bool, values: dict[str, np.ndarray], named: Named):

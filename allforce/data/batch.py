@@ -49,6 +49,15 @@ class Frame:
         )
 
 
+@dataclass
+class Frames:
+    """Structures of the same atoms with their labels, as numpy arrays, atoms in the order of the file."""
+
+    coord: np.ndarray  # (B, n, 3) float64
+    cell: np.ndarray | None  # (B, 3, 3) float64, None when not periodic
+    labels: dict[str, np.ndarray]  # energy (B, 1), force (B, n, 3), …: those of a Frame, with B in front
+
+
 # name -> (per atom?, width): of a frame energy (1,), force (n, 3), virial (9,), atom_ener (n, 1), ...; 0: any width
 LABELS: dict[str, tuple[bool, int]] = {
     "energy": (False, 1),

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import combinations
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ import h5py
 import numpy as np
 
 from allforce.data.arrays import DiskArray, H5Array, check_bytes, h5_file, open_npy
-from allforce.data.batch import LABELS, NAMED_BY_MODEL, NO_LABELS, Frame, Named
+from allforce.data.batch import LABELS, NAMED_BY_MODEL, NO_LABELS, Frame, Frames, Named
 from allforce.data.system import System, check_finite
 from allforce.errors import UserError
 
@@ -134,6 +134,7 @@ def _canonical(name: str) -> str:
 
 
 OF_SELECTED = ("atom_dipole", "atom_polarizability", "atom_weight")  # may have rows of some types' atoms only
+BY_FRAME = {*OF_SELECTED, "atom_pref"}  # labels with more than one form
 USED = {*NO_LABELS, *LABELS} - {*NAMED_BY_MODEL}
 
 
@@ -141,7 +142,7 @@ class DeepmdSystem(System):
     """One system of this layout. Only headers are read when it is opened."""
 
     def __init__(self, tree: Tree, named: Named | None = None):
-        self.name = tree.name
+        self.name, self.at_hand = tree.name, isinstance(tree, Folder)  # files are mapped into memory
         self.named = {label: (_canonical(name), width) for label, (name, width) in (named or {}).items()}
         self.types = self._types(tree)
         self.natoms = len(self.types)
@@ -201,11 +202,10 @@ class DeepmdSystem(System):
         s, k_set = self.sets[n], k - int(self.starts[n])
 
         def read(name: str) -> np.ndarray:
-            value = s.row(name, k_set)
-            return check_finite(np.array(value, dtype=np.float64), s.name, self._file(name), k_set).ravel()
+            return self._values(name, np.array([k]))[0]
 
         if self.mixed:
-            real = s.row("real_atom_types", k_set).ravel()
+            real = s.rows("real_atom_types", np.array([k_set]))[0]
             if (real != np.rint(real)).any():
                 raise UserError(f"{s.name}: real_atom_types.npy of frame {k_set} has numbers that are not whole")
             types = self._map(real.astype(np.int64), f", frame {k}")
@@ -226,6 +226,31 @@ class DeepmdSystem(System):
             aparam=read("aparam").reshape(self.natoms, -1) if self.has_aparam else None,
             name=f"{self.name}, frame {k}",
         )
+
+    def several(self, ks: Sequence[int], labels: bool = True) -> Frames:
+        names = self.label_names if labels else frozenset[str]()
+        if not names.isdisjoint(BY_FRAME):
+            return super().several(ks, labels)
+        which, of_atoms = np.array(ks), (len(ks), self.natoms, -1)
+        return Frames(
+            coord=self._values("coord", which).reshape(of_atoms),
+            cell=self._values("box", which).reshape(-1, 3, 3) if self.periodic else None,
+            labels={x: self._values(x, which).reshape(of_atoms if LABELS[x][0] else (len(ks), -1)) for x in names},
+        )
+
+    def _values(self, name: str, ks: np.ndarray) -> np.ndarray:
+        """(frames, ·) finite numbers of these frames."""
+        at = np.searchsorted(self.starts, ks, side="right") - 1  # (frames,) set of each
+        if (at == at[0]).all():
+            found = self.sets[at[0]].rows(name, ks - self.starts[at[0]])
+        else:
+            found = np.empty((len(ks), self.sets[0].kinds[name]))
+            for n in set(at.tolist()):
+                found[at == n] = self.sets[n].rows(name, ks[at == n] - self.starts[n])
+        if not np.isfinite(found).all():
+            bad = int(np.isfinite(found).all(axis=1).argmin())
+            check_finite(found[bad], self.sets[at[bad]].name, self._file(name), int(ks[bad] - self.starts[at[bad]]))
+        return found
 
     def _label(self, name: str, value: np.ndarray, where: str, k: int) -> np.ndarray:
         per_atom, width = LABELS[name]
@@ -276,7 +301,7 @@ class Set:
             arrays.pop("box", None)
         coord = arrays["coord"]
         rows = 1 if len(coord.shape) <= 1 else coord.shape[0]
-        self.arrays, self.rows = arrays, rows
+        self.arrays, self.stored = arrays, rows
         names = sorted(arrays, key=lambda x: (x != "coord", x))  # the others' complaints would follow from coord's
         self.kinds = {x: _width(x, arrays[x], rows, natoms, named) for x in names}  # name -> numbers of a frame
         self.copies = self._copies(rows)
@@ -295,12 +320,12 @@ class Set:
             raise UserError(f"{array.where}: asks for {total:.1e} frames, at most {MOST_FRAMES:.0e} are possible")
         return np.repeat(np.arange(rows), count.astype(np.int64))
 
-    def row(self, name: str, k: int) -> np.ndarray:
+    def rows(self, name: str, ks: np.ndarray) -> np.ndarray:
+        """(len(ks), ·) float64 of frames ks"""
         array = self.arrays[name]
-        k = k if self.copies is None else int(self.copies[k])
-        if array.shape[:1] == (self.rows,):
-            return array.row(k)
-        return array.read().reshape(self.rows, self.kinds[name])[k]
+        ks = ks if self.copies is None else self.copies[ks]
+        found = array.rows(ks) if array.shape[:1] == (self.stored,) else array.read().reshape(self.stored, -1)[ks]
+        return np.asarray(found, dtype=np.float64).reshape(len(ks), -1)
 
 
 def _width(name: str, array: DiskArray, rows: int, natoms: int, named: Named) -> int:

@@ -14,11 +14,15 @@ from allforce.data.batch import LABELS, Batch, Edges, Frame
 from allforce.data.blocks import NOTHING, Part
 from allforce.data.cache import Cache
 from allforce.data.dataset import DataSet
+from allforce.data.plan import Plan
 from allforce.data.prepare import Needs, Preparation
 from allforce.data.sampler import Sampler
 from allforce.errors import UserError
-from allforce.neighbors import Pairs
+from allforce.neighbors import FEW, Pairs
 from allforce.trace import BATCH, phase
+
+PLANS = 1 << 25  # bytes of plans that a loader keeps
+AT_ONCE = 8  # batches of few atoms: one that is made by itself, beside the training, takes three times as long
 
 
 class Loader:
@@ -43,8 +47,10 @@ class Loader:
         self.device = torch.device(device)
         check_parameters(dataset, needs)
         self._cache = Cache(1 << 30) if cache is None else cache
+        self._plans = Cache(PLANS)
         self._pool: ThreadPoolExecutor | None = None
-        self._ahead: deque[Future[Batch]] = deque()
+        self._ahead: deque[Future[list[Batch | Exception]]] = deque()
+        self._ready: deque[Batch | Exception] = deque()
 
     @property
     def whole(self) -> Loader:
@@ -63,16 +69,35 @@ class Loader:
     def make(self, members: list[tuple[int, int]]) -> Batch:
         """The batch of these (system, frame) pairs; a batch of one frame is kept as it is."""
         if len(members) == 1:
-            key = (id(self), "batch", *members[0])
-            batch = self._cache.kept(key, lambda: self._join(members, [self._prepare(*members[0])]), _bytes)
+            batch = self._cache.kept((id(self), "batch", *members[0]), lambda: self._made(members), _bytes)
         else:
-            batch = self._join(members, [self.frame(i, k) for i, k in members])
+            batch = self._made(members)
         return batch if self.device.type == "cpu" else batch.pin_memory().to(self.device)
 
+    def _made(self, members: list[tuple[int, int]]) -> Batch:
+        if self._alike(members):
+            n, count = members[0][0], len(members)
+            system = self.dataset.systems[n]
+            plan = self._plans.kept((n, count), lambda: Plan(system.model_types, count, self.needs), lambda p: p.nbytes)
+            batch = plan.batch(system.several([k for _, k in members]), self._name(members))
+            if batch is not None:
+                return batch
+        frame = self._prepare if len(members) == 1 else self.frame
+        return self._join(members, [frame(i, k) for i, k in members])
+
+    def _alike(self, members: list[tuple[int, int]]) -> bool:
+        """Frames of the same few atoms, whose batch can be made by a plan as fast as from frames that were kept."""
+        needs, system = self.needs, self.dataset.systems[members[0][0]]
+        special = needs.excluded_pairs or needs.numb_fparam or needs.numb_aparam or self.block[1] > 1
+        few = system.natoms <= FEW and not system.mixed and (system.at_hand or len(members) == 1)
+        return few and not special and all(n == members[0][0] for n, _ in members)
+
+    def _name(self, members: list[tuple[int, int]]) -> str:
+        return ", ".join(f"{self.dataset.systems[i].name} frame {k}" for i, k in members)
+
     def _join(self, members: list[tuple[int, int]], parts: list[tuple[Frame, Any]]) -> Batch:
-        name = ", ".join(f"{self.dataset.systems[i].name} frame {k}" for i, k in members)
         join: Any = collate if self.block[1] == 1 else collate_parts
-        return join([f for f, _ in parts], [e for _, e in parts], self.needs.ntypes, name)
+        return join([f for f, _ in parts], [e for _, e in parts], self.needs.ntypes, self._name(members))
 
     def frame(self, i: int, k: int) -> tuple[Frame, Any]:
         """Frame k of system i, sorted by type, with its neighbour pairs, or, with blocks, its Part."""
@@ -86,9 +111,11 @@ class Loader:
     # ---- in the background
 
     def start(self, m0: int, stride: int, depth: int = 2) -> None:
-        """Prepare micro-batches m0, m0 + stride, … ahead of next(), `depth` of them."""
+        """Prepare micro-batches m0, m0 + stride, … ahead of next(): some at a time, `depth` times."""
         self.close()
-        self._next, self._stride = m0, stride
+        data = self.dataset
+        largest = max(s.natoms * (data.mixed_batch or b) for s, b in zip(data.systems, data.batch_sizes, strict=True))
+        self._next, self._stride, self._at_once = m0, stride, AT_ONCE if largest <= FEW else 1
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="loader")
         for _ in range(depth):
             self._submit()
@@ -96,13 +123,29 @@ class Loader:
     def next(self) -> Batch:
         """The following micro-batch; what went wrong while it was made is raised here."""
         assert self._pool is not None, "start() comes first"
-        self._submit()
-        return self._ahead.popleft().result()
+        if not self._ready:
+            self._submit()
+            self._ready.extend(self._ahead.popleft().result())
+        batch = self._ready.popleft()
+        if isinstance(batch, Exception):
+            raise batch
+        return batch
 
     def _submit(self) -> None:
         assert self._pool is not None
-        self._ahead.append(self._pool.submit(self.batch, self._next))
-        self._next += self._stride
+        end = self._next + self._at_once * self._stride
+        self._ahead.append(self._pool.submit(self._some, range(self._next, end, self._stride)))
+        self._next = end
+
+    def _some(self, numbers: range) -> list[Batch | Exception]:
+        """These micro-batches, up to the first that cannot be made."""
+        found: list[Batch | Exception] = []
+        try:
+            for m in numbers:
+                found.append(self.batch(m))
+        except Exception as error:  # has its turn behind those that were made
+            found.append(error)
+        return found
 
     def close(self) -> None:
         """End the background thread; batch() still works, and start() begins anew."""
@@ -110,6 +153,7 @@ class Loader:
             self._pool.shutdown(wait=True, cancel_futures=True)
         self._pool = None
         self._ahead.clear()
+        self._ready.clear()
 
 
 def check_parameters(dataset: DataSet, needs: Needs) -> None:

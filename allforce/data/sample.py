@@ -20,10 +20,10 @@ from allforce.data.stat_file import StatFile
 from allforce.data.system import System
 from allforce.distributed.comm import Comm
 from allforce.errors import UserError
-from allforce.neighbors import Pairs, crowding, neighbor_list
+from allforce.neighbors import FEW, TOUCHING, Pairs, crowding, crowding_of_frames, neighbor_list
 
 ITEM = TypeVar("ITEM")
-AT_ONCE = 64  # frames that are read before their neighbours are counted
+AT_ONCE = 100_000  # atoms that are read before their neighbours are counted
 ATOMS = 512  # of frames that are evaluated together: enough that products are not waiting for weights
 SAME_ENERGY = 1e-3  # eV; more between two energies of the same isolated atom is a mistake
 
@@ -158,19 +158,43 @@ def count_neighbors(
 
     mixed: of all types together.
     """
-    frames = share([(s, k) for s in systems for k in range(s.nframes)], comm, split)
     ntypes = 1 if mixed else len(systems[0].type_map)
     least, most = np.inf, np.zeros(ntypes)
-
-    def look(frame: Frame, where: str) -> tuple[float, np.ndarray]:
-        types = np.zeros_like(frame.type) if mixed else frame.type
-        return crowding(frame.coord, frame.cell, rcut, types, ntypes, where, frame.order)
-
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # the libraries compute without Python's lock
-        for begin in range(0, len(frames), AT_ONCE):
-            some = [(s.frame(k).by_type(), f"{s.name}, frame {k}") for s, k in frames[begin : begin + AT_ONCE]]
-            for nearest, count in pool.map(look, *zip(*some, strict=True)):
-                least, most = min(least, nearest), np.maximum(most, count)
+    pieces = [p for s, ks in frames_of_worker(systems, comm, split) for p in pieces_of(s, ks, torch.get_num_threads())]
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # compiled loops run without Python's lock
+        for nearest, count in pool.map(lambda p: crowding_of(p[0], p[1], rcut, ntypes, mixed), pieces):
+            least, most = min(least, nearest), np.maximum(most, count)
     most = reduce(most, comm, "max").astype(np.int64)
     least = float(reduce(np.array([least]), comm, "min")[0])
     return (least if np.isfinite(least) else None), most
+
+
+def frames_of_worker(systems: list[System], comm: Comm, split: bool) -> Iterator[tuple[System, range]]:
+    """Every system with this worker's share of its frames: all frames of all systems dealt out in turn."""
+    start = 0
+    for s in systems:
+        yield s, range((comm.rank - start) % comm.size, s.nframes, comm.size) if split else range(s.nframes)
+        start += s.nframes
+
+
+def pieces_of(system: System, ks: range, threads: int) -> Iterator[tuple[System, range]]:
+    """The frames ks, some at a time, something for every thread."""
+    size = max(1, min(AT_ONCE // system.natoms, -(-len(ks) // threads)))
+    for begin in range(0, len(ks), size):
+        yield system, ks[begin : begin + size]
+
+
+def crowding_of(system: System, ks: range, rcut: float, ntypes: int, mixed: bool) -> tuple[float, np.ndarray]:
+    """The smallest distance in these frames, and the most neighbours (ntypes,) of each type that an atom has."""
+    found, single = [], list(ks)
+    if system.natoms <= FEW and not system.mixed:
+        frames = system.several(ks, labels=False)
+        kind = np.zeros_like(system.model_types) if mixed else system.model_types
+        nearest, most = crowding_of_frames(frames.coord, frames.cell, rcut, kind, ntypes)
+        found.append((float(nearest.min()), most))
+        single = [ks[n] for n in np.flatnonzero(nearest < TOUCHING)]  # to say what is wrong with them
+    for k in single:
+        frame, where = system.frame(k).by_type(), f"{system.name}, frame {k}"
+        types = np.zeros_like(frame.type) if mixed else frame.type
+        found.append(crowding(frame.coord, frame.cell, rcut, types, ntypes, where, frame.order))
+    return min(d for d, _ in found), np.max([most for _, most in found], axis=0)

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from allforce.data.batch import Frame, Named
+from allforce.data.batch import Frame, Frames, Named
 from allforce.errors import UserError
 
 
@@ -24,6 +24,7 @@ class System(ABC):
     nframes: int
     periodic: bool
     mixed: bool = False  # the types differ from frame to frame
+    at_hand: bool = False  # to read a frame again takes no longer than to look for it among those that were kept
     types: np.ndarray  # (natoms,) int64 in the file's own numbers; meaningless when mixed
     type_names: list[str] | None  # names of the file's own types, None when it only has numbers
     numbered: bool = True  # the file itself numbers its types (an ASE file has names only)
@@ -57,6 +58,15 @@ class System(ABC):
     @abstractmethod
     def frame(self, k: int) -> Frame:
         """The k-th frame, types as the model numbers them."""
+
+    def several(self, ks: Sequence[int], labels: bool = True) -> Frames:
+        """Frames ks together, with their labels or without, not of a mixed system."""
+        frames = [self.frame(k) for k in ks]
+        return Frames(
+            coord=np.stack([f.coord for f in frames]),
+            cell=np.stack([f.cell for f in frames if f.cell is not None]) if self.periodic else None,
+            labels={x: np.stack([f.labels[x] for f in frames]) for x in (self.label_names if labels else ())},
+        )
 
     def use_type_map(self, type_map: list[str]) -> None:
         """From now on types are indices into the model's list. Names decide; numbers when the file has no names."""
@@ -107,6 +117,7 @@ class Part(System):
             whole.fparam_width,
             whole.aparam_width,
         )
+        self.at_hand = whole.at_hand
 
     @property
     def label_hint(self) -> str:
@@ -117,6 +128,9 @@ class Part(System):
 
     def frame(self, k: int) -> Frame:
         return self.whole.frame(self.frames[k])
+
+    def several(self, ks: Sequence[int], labels: bool = True) -> Frames:
+        return self.whole.several([self.frames[k] for k in ks], labels)
 
     def use_type_map(self, type_map: list[str]) -> None:
         self.whole.use_type_map(type_map)

@@ -246,7 +246,7 @@ def test_a_terminal_without_utf8():
 def test_a_file_truncated_while_it_is_in_use(tmp_path):
     np.save(tmp_path / "coord.npy", np.zeros((100_000, 9)))
     array = open_npy(str(tmp_path / "coord.npy"))
-    assert array.row(99_999).sum() == 0
+    assert array.rows(np.array([99_999])).sum() == 0
     os.truncate(tmp_path / "coord.npy", 10_000)
     with pytest.raises(UserError, match="truncated while it was in use"):
-        array.row(99_999)
+        array.rows(np.array([99_999]))

@@ -190,7 +190,9 @@ def test_limit_of_a_control_group(tmp_path):
     assert _group_limits(tmp_path / "none") == []
 
 
-def test_background_thread(tmp_path):
+@pytest.mark.parametrize("at_once", [1, 8])
+def test_background_thread(tmp_path, at_once, monkeypatch):
+    monkeypatch.setattr("allforce.data.loader.AT_ONCE", at_once)
     loader = make(tmp_path)
     for first, stride in ((0, 1), (5, 3)):
         loader.start(first, stride)

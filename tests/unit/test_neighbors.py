@@ -6,8 +6,9 @@ import pytest
 from ase import Atoms
 from ase.build import bulk
 
+from allforce import all_pairs
 from allforce.errors import UserError
-from allforce.neighbors import check_distances, crowding, limit_neighbors, neighbor_counts, neighbor_list, try_all_pairs
+from allforce.neighbors import check_distances, crowding, limit_neighbors, neighbor_counts, neighbor_list
 
 CELLS = {
     "cubic": np.eye(3) * 7.0,
@@ -69,16 +70,21 @@ def test_few_atoms_have_the_pairs_of_many(natoms, periodic, size, monkeypatch):
 
 
 def test_nearest_images_give_the_bits_of_all_images():
+    """Whether a frame's box is large enough for the nearest images must not be seen in its edges."""
     rng = np.random.default_rng(7)
     cell = np.array([[14.0, 0.5, -3.0], [2.5, 16.0, 1.0], [-4.0, 3.0, 18.0]])
     coord = rng.random((120, 3)) @ cell + rng.integers(-3, 3, (120, 3)) @ cell
-    nearest = neighbor_list(coord, cell, 5.0)
-    along, to = np.ones(3, dtype=bool), np.linalg.pinv(cell)
-    reach = (5.0 + 1e-8) * np.linalg.norm(to, axis=0)
+    xyz, to, reach = coord.T.copy(), np.zeros((3, 3)), np.zeros(3)
+    all_pairs.to_fractions(xyz, cell, np.ones(3, dtype=bool), 5.0, to, reach)
+    np.testing.assert_allclose(to, np.linalg.inv(cell), atol=1e-14)
     assert (reach < 0.5).all()
-    i, j, r = np.empty(20_000, np.int32), np.empty(20_000, np.int32), np.empty((20_000, 3))
-    n = try_all_pairs(coord, cell, to, reach, along, 5.0, i, j, r)
-    assert n > 1000 and all(np.array_equal(a, b[:n]) for a, b in zip(nearest, (i, j, r), strict=True))
+    place, kind = np.arange(120), np.zeros(120, np.int64)
+    j, r = np.empty(20_000, np.int32), np.empty((20_000, 3))
+    n = 0
+    for a in range(120):
+        n, _ = all_pairs.all_images(xyz, a, cell, to, reach, 5.0, place, kind, n, j, r, np.zeros(1, np.int64))
+    _, nearest_j, nearest_r = neighbor_list(coord, cell, 5.0)
+    assert n > 1000 and np.array_equal(nearest_j, j[:n]) and np.array_equal(nearest_r, r[:n])
 
 
 def test_more_pairs_than_expected():
