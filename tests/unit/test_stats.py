@@ -55,7 +55,7 @@ class ThreadComm:
 
 def on_workers(size, work):
     """[work(comm) of each worker]"""
-    barrier, board, results = threading.Barrier(size, timeout=60), [None] * size, [None] * size
+    barrier, board, results = threading.Barrier(size, timeout=300), [None] * size, [None] * size
 
     def run(rank):
         try:
