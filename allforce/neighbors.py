@@ -44,6 +44,11 @@ def _buffers(size: int) -> Pairs:
     return kept
 
 
+def _plain(x: np.ndarray) -> np.ndarray:
+    """As compiled loops expect it: for other kinds of arrays they would be compiled once more."""
+    return np.require(x, np.float64, ["C", "W"])
+
+
 def neighbor_list(
     coord: np.ndarray,
     cell: np.ndarray | None,
@@ -57,8 +62,8 @@ def neighbor_list(
     coord (n, 3); cell (3, 3) with rows as lattice vectors, or None when not periodic; where: its name in messages;
     periodic: along which of the three, all when left out.
     """
-    coord = np.ascontiguousarray(coord, dtype=np.float64).reshape(-1, 3)
-    box = np.zeros((3, 3)) if cell is None else np.ascontiguousarray(cell, dtype=np.float64).reshape(3, 3)
+    coord = _plain(coord).reshape(-1, 3)
+    box = np.zeros((3, 3)) if cell is None else _plain(cell).reshape(3, 3)
     if len(coord) == 0:
         return np.empty(0, np.int32), np.empty(0, np.int32), np.empty((0, 3))
     if periodic is None:
@@ -152,7 +157,7 @@ def pairs_within(coord, cell, i, j, shift, rcut):
 
 def check_size(coord: np.ndarray, box: np.ndarray | None, rcut: float, where: str) -> None:
     """Numbers that cannot be right are refused before memory is asked for."""
-    coord, cell = np.ascontiguousarray(coord), np.zeros((3, 3)) if box is None else np.ascontiguousarray(box)
+    coord, cell = _plain(coord), np.zeros((3, 3)) if box is None else _plain(box)
     found = all_pairs.flaw(coord, cell, np.full(3, box is not None), float(rcut))
     if found == all_pairs.NOT_FINITE:
         raise UserError(f"{where}: no neighbours can be found: a coordinate or the cell is not a finite number")

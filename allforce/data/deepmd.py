@@ -325,7 +325,7 @@ class Set:
         array = self.arrays[name]
         ks = ks if self.copies is None else self.copies[ks]
         found = array.rows(ks) if array.shape[:1] == (self.stored,) else array.read().reshape(self.stored, -1)[ks]
-        return np.asarray(found, dtype=np.float64).reshape(len(ks), -1)
+        return np.ascontiguousarray(found, dtype=np.float64).reshape(len(ks), -1)
 
 
 def _width(name: str, array: DiskArray, rows: int, natoms: int, named: Named) -> int:

@@ -1,9 +1,11 @@
 """Batches of frames of the same few atoms: what is the same in all of them is made once, the rest in a few calls.
 
-The batch is that of collate (loader.py), bit for bit.
+The batch is that of collate (loader.py), bit for bit: which way a batch was made is not seen in a training.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,19 +29,23 @@ class Plan:
         frame, atom = np.divmod(self.rows, len(types))
         self.order = frame * len(types) + self.sort[atom]  # (N,) place in the files
         counts = tuple((count * np.bincount(types, minlength=nt)).tolist())
-        self.type, self.frame, self.place = (torch.from_numpy(x) for x in (by_type[atom], frame, self.order))
-        self.natoms = torch.full((count,), float(len(types)), dtype=torch.float64)
-        self.lowest = torch.full((count,), int(types.min()))
-        self.type_counts = counts
-        self.no_box = np.zeros((count, 3, 3))
+        self.type, self.no_box = torch.from_numpy(by_type[atom]), np.zeros((count, 3, 3))
+        self.same: dict[str, Any] = {
+            "type": self.type,
+            "frame": torch.from_numpy(frame),
+            "natoms": torch.full((count,), float(len(types)), dtype=torch.float64),
+            "lowest": torch.full((count,), int(types.min())),
+            "type_counts": counts,
+            "order": torch.from_numpy(self.order),
+        }
 
     @property
     def nbytes(self) -> int:
-        return 2000 + 40 * len(self.rows)
+        return 5000 + 40 * len(self.rows)  # the constant stands for the objects themselves
 
     def batch(self, frames: Frames, name: str) -> Batch | None:
         """The batch of these frames; None where one of them has a flaw, or more neighbours than the limit."""
-        coord, cell = frames.coord[:, self.sort], frames.cell
+        coord, cell = frames.coord.take(self.sort, axis=1), frames.cell  # indexing would give another layout
         box, periodic = self.no_box if cell is None else cell, np.full(3, cell is not None)
         with phase(NEIGHBORS):
             found = edges_of_frames(coord, box, periodic, self.rcut, self.rows, self.kind, len(self.most))
@@ -47,11 +53,7 @@ class Plan:
         if nearest < TOUCHING or (found.most > self.most).any():
             return None
         return Batch(
-            type=self.type,
-            frame=self.frame,
-            natoms=self.natoms,
-            lowest=self.lowest,
-            type_counts=self.type_counts,
+            **self.same,
             coord=torch.from_numpy(coord.reshape(-1, 3)[self.rows]),
             cell=None if cell is None else torch.from_numpy(cell),
             edges=Edges(
@@ -60,10 +62,9 @@ class Plan:
                 r=torch.from_numpy(found.r),
                 first=torch.from_numpy(found.first),
                 type=self.type,
-                type_counts=self.type_counts,
+                type_counts=self.same["type_counts"],
                 nearest=nearest,
             ),
-            order=self.place,
             labels={x: self._label(x, frames.labels[x]) for x in sorted(frames.labels)},
             name=name,
         )

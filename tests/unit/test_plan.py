@@ -142,9 +142,12 @@ def systems(folder):
     write_npy(folder / "sets", sets(), TYPES, MAP)
     write_npy(folder / "copies", [x | numbers for x in sets()], TYPES, MAP)
     write_npy(folder / "pref", pref, TYPES, MAP)
+    write_npy(folder / "fortran", {x: np.asfortranarray(y) for x, y in sets()[0].items()}, TYPES, MAP)
     write_npy(folder / "molecule", sets(), TYPES, MAP, nopbc=True)
     write_h5(folder / "file.h5", "/group", sets(), TYPES, MAP)
-    found = {x: open_systems(str(folder / x), MAP)[0] for x in ("plain", "sets", "copies", "pref", "molecule")}
+    found = {
+        x: open_systems(str(folder / x), MAP)[0] for x in ("plain", "sets", "copies", "pref", "fortran", "molecule")
+    }
     found["hdf5"] = open_systems(f"{folder}/file.h5#/group", MAP)[0]
     found["part"] = Part(found["sets"], [6, 1, 5, 2])
     found["part"].use_type_map(MAP)
@@ -157,7 +160,7 @@ def test_several_frames_are_the_frames(tmp_path, ks):
         ks = [k % system.nframes for k in (*ks, *([system.nframes - 1] if len(ks) > 2 else []))]
         for labels in (True, False):
             found, expected = system.several(ks, labels), System.several(system, ks, labels)
-            assert np.array_equal(found.coord, expected.coord) and found.coord.flags.writeable, name
+            assert np.array_equal(found.coord, expected.coord) and found.coord.flags.carray, name
             assert (found.cell is None) == (name == "molecule") == (expected.cell is None)
             assert found.cell is None or np.array_equal(found.cell, expected.cell)
             assert found.labels.keys() == expected.labels.keys() == (system.label_names if labels else set())
