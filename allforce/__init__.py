@@ -25,10 +25,11 @@ HOMES = {
 def wait_calmly(env: MutableMapping[str, str] = os.environ) -> None:
     """Let torch's threads spin for a short time only when they wait for each other; OpenMP looks when torch is loaded.
 
-    On cores that others use too, spinning threads keep the core from the one that they wait for.
+    On cores that others use too, spinning threads keep the core from the one that they wait for. A thread that sleeps
+    takes long to be woken, so they spin for a millisecond or two: as long as Python takes between two loops.
     """
     if not env.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
-        env["GOMP_SPINCOUNT"] = "10000"
+        env["GOMP_SPINCOUNT"] = "100000"
 
 
 wait_calmly()

@@ -23,9 +23,7 @@ T_AND_A = 2  # arrays that are kept of each layer
 
 def suits(nets: nn.Module, nodes: Tensor) -> TypeGuard[CurveNets]:
     """Whether the loops are written for these nets."""
-    if not isinstance(nets, CurveNets) or not compiled(nodes):
-        return False
-    return all(layer.activation.lower() == "tanh" for layer in nets[0].layers)  # type: ignore[union-attr]
+    return isinstance(nets, CurveNets) and compiled(nodes) and nets[0].hidden_tanh  # type: ignore[return-value]
 
 
 @lru_cache(maxsize=16)
@@ -43,7 +41,7 @@ class Splines(torch.autograd.Function):
     @staticmethod
     def forward(ctx, nets: list[Net], nodes: Tensor, grid: Grid, *parameters: Tensor):
         ctx.nets, ctx.nodes, ctx.grid = [net.weights for net in nets], nodes.numpy(), grid
-        dtype, K, M = ctx.nodes.dtype, len(nodes), nets[0].shape[-1][1]
+        dtype, K, M = ctx.nodes.dtype, nodes.shape[0], nets[0].shape[-1][1]
         ctx.layout, numbers, ctx.widest = layout(nets[0].shape, dtype)
         ctx.weights = addresses(ctx.nets, ones(ctx.widest, nodes.dtype))
         ctx.kept = np.empty((T_AND_A, len(nets) * K * numbers), dtype)

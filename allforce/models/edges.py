@@ -29,7 +29,7 @@ class AtomsOfEdges(torch.autograd.Function):
         edges = ctx.edges
         if not compiled(v):
             return v[edges.i] - v[edges.j], None, None
-        out = v.new_empty(len(edges.i), 3)
+        out = v.new_empty(edges.i.shape[0], 3)
         atom_kernels.edges_of_atoms(edges.i.numpy(), edges.j.numpy(), v.contiguous().numpy(), out.numpy())
         return out, None, None
 
@@ -50,7 +50,8 @@ def symmetric_product(X: Tensor, Y: Tensor, M2: int, width: int) -> Tensor:
     """S(X, Y) = Xᵀ Y[:, :M2] + Yᵀ X[:, :M2] from two (N, 4, M1), as (N, width) with zeros behind."""
     N, _, M1 = X.shape
     D = X.new_empty(N, width)
-    D[:, M1 * M2 :] = 0.0
+    if width > M1 * M2:
+        D[:, M1 * M2 :] = 0.0
     if compiled(X):
         atom_kernels.gram(X.contiguous().numpy(), Y.contiguous().numpy(), M2, D.numpy(), pool(D))
     else:
@@ -83,15 +84,16 @@ class Gram(torch.autograd.Function):
             atom_kernels.square(T.detach().contiguous().numpy(), M2, D.numpy(), pool(D))
         else:
             by_rows(D, M1, M2).copy_(T.transpose(1, 2) @ T[:, :, :M2])
-        for target, column in zip(D[:, M1 * M2 :].split(ctx.widths, 1), columns, strict=True):
-            target.copy_(column)
+        if columns:
+            for target, column in zip(D[:, M1 * M2 :].split(ctx.widths, 1), columns, strict=True):
+                target.copy_(column)
         return D
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, D: Tensor):
         T = ctx.saved_tensors[0].detach()
-        behind = D[:, T.shape[2] * ctx.M2 :].split(ctx.widths, 1)
+        behind = D[:, T.shape[2] * ctx.M2 :].split(ctx.widths, 1) if ctx.widths else ()
         return product_gradient(D, T, ctx.M2), None, *behind
 
 

@@ -98,7 +98,7 @@ class EnerFitting(NetFitting, EnergyFitting):
     def with_constants(self, e: Tensor, x: Tensor, batch: Batch) -> Tensor:
         if any(self.vacuum):
             e = e - self.in_vacuum(x, batch.type_counts)
-        return e.double() + self.bias_atom_e[batch.type]
+        return e.double() + self.bias_atom_e.index_select(0, batch.type)
 
     @torch.no_grad()
     def linear_terms(self, D: Tensor, dots: Iterable[Tensor], batch: Batch) -> tuple[Tensor, Tensor]:

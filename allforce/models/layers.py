@@ -111,6 +111,12 @@ class Net(nn.Module):
         return [(layer.w, layer.b, layer.idt) for layer in self.layers]
 
     @cached_property
+    def hidden_tanh(self) -> bool:
+        """Whether all layers but a last linear one have this activation function, for which there are loops."""
+        hidden = list(self.layers)[:-1] if self.layers[-1].activation == "none" else list(self.layers)
+        return len(hidden) > 0 and all(layer.activation.lower() == "tanh" for layer in hidden)
+
+    @cached_property
     def shape(self) -> Shape:
         return tuple((layer.w.shape[0], layer.w.shape[1], layer.copies) for layer in self.layers)
 

@@ -81,9 +81,9 @@ class Geometry:
         kernels.radial_places(*self.for_loops, place, node, self.pool)
         return place, node
 
-    @property
+    @cached_property
     def pool(self) -> Pool:
-        return threads(len(self.r))
+        return threads(self.r.shape[0])
 
     def pieces(self) -> list[tuple[int, int]]:
         """Ranges of neighbour types whose moments fit into MOMENTS_BYTES, at least one type each."""
@@ -160,7 +160,7 @@ class Listed:
 
     def counts(self, g: Geometry) -> tuple[int, ...]:
         """Atoms of each table."""
-        return g.type_counts if len(self.C) > 1 else (len(g.type),)
+        return g.type_counts if len(self.C) > 1 else (g.type.shape[0],)
 
     def arguments(self, g: Geometry) -> tuple:
         """What loops over atoms take."""
@@ -170,7 +170,7 @@ class Listed:
 
     def new_columns(self, g: Geometry) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Where the list of each atom begins, room for the lists, and for their lengths."""
-        at = table_kernels.places_of_lists(g.edges.first.numpy(), len(g.sel), self.C.shape[1])
+        at = table_kernels.places_of_lists(g.edges.first.numpy(), g.sel.shape[0], self.C.shape[1])
         return at, np.empty(at[-1], np.int64), np.empty(len(at) - 1, np.int64)
 
     def new_moments(self, g: Geometry) -> np.ndarray:
@@ -181,7 +181,7 @@ class Listed:
         """T (N, 4, M), and A if it is to be kept."""
         with phase(MOMENTS):
             g.columns = self.new_columns(g)
-            T = torch.empty(len(g.type), 4, self.C.shape[2], dtype=g.dtype)
+            T = torch.empty(g.type.shape[0], 4, self.C.shape[2], dtype=g.dtype)
             A = self.new_moments(g) if keep else np.empty(0, self.C.dtype)
             table_kernels.table_sum(*self.arguments(g), g.sel.numpy(), T.numpy(), A, g.pool)
         return T, A if keep else None

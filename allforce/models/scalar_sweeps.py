@@ -23,9 +23,7 @@ HIGH = 64  # rows of w that a thread takes at least, on the way back
 
 def suits(nets: Sequence[Net], x: Tensor) -> bool:
     """Whether the loops are written for these nets."""
-    layers = nets[0].layers
-    alike = len(layers) > 1 and all(layer.activation.lower() == "tanh" for layer in layers[:-1])
-    return alike and len(x) > 0 and compiled(x)
+    return nets[0].hidden_tanh and x.shape[0] > 0 and compiled(x)
 
 
 @dataclass
@@ -84,16 +82,16 @@ class Sweeps:
         self.dtype, self.widest = self.x.numpy().dtype, max(out for _, out, _ in nets[0].shape)
         self.plan, self.pool = plan(tuple(counts), nets[0].shape, self.dtype), threads(x.numel() // 16)
         self.weights = addresses(self.nets, ones(self.widest, x.dtype))
-        self.kept = np.empty((3, len(x) * self.plan.numbers), self.dtype)
-        self.pairs = np.empty(2 * len(x) * self.plan.numbers, self.dtype)
+        self.kept = np.empty((3, x.shape[0] * self.plan.numbers), self.dtype)
+        self.pairs = np.empty(2 * x.shape[0] * self.plan.numbers, self.dtype)
 
     def rows(self) -> Tensor:
         """An array like x, whose rows are whole registers."""
-        return self.x.new_empty(len(self.x), whole_strips(self.x.shape[1], self.dtype))
+        return self.x.new_empty(self.x.shape[0], whole_strips(self.x.shape[1], self.dtype))
 
     def values_and_gradients(self) -> tuple[Tensor, Tensor]:
         """e (N,) and ∂e/∂x (N, m)."""
-        e, gradient = self.x.new_empty(len(self.x)), self.rows()
+        e, gradient = self.x.new_empty(self.x.shape[0]), self.rows()
         given = self.x.numpy(), self.weights, self.plan.arguments, self.kept, self.pairs
         scalar_kernels.values_and_gradients(*given, e.numpy(), gradient.numpy(), self.pool)
         return e, gradient[:, : self.x.shape[1]]

@@ -343,21 +343,21 @@ def directions(X: Tensor, sketch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def gram(X: Tensor, tall: bool) -> Tensor:
     """R (k, short, short) of X (k, long, short) or (k, short, long) by compiled loops."""
-    R = X.new_empty(len(X), min(X.shape[1:]), min(X.shape[1:]))
+    R = X.new_empty(X.shape[0], min(X.shape[1:]), min(X.shape[1:]))
     muon_kernels.gram(X.numpy(), tall, R.numpy(), threads(X.numel()))
     return R
 
 
 def back_to_columns(root: Tensor, P: Tensor) -> Tensor:
     """R^(-1/2) Pᵀ (k, r, short) by compiled loops."""
-    out = P.new_empty(len(P), P.shape[2], P.shape[1])
+    out = P.new_empty(P.shape[0], P.shape[2], P.shape[1])
     muon_kernels.back_to_columns(root.numpy(), P.numpy(), out.numpy(), threads(P.numel()))
     return out
 
 
 def move(flat: Tensor, places: np.ndarray, left: Tensor, right: Tensor, keep: float) -> None:
     """p ← keep p + left right by compiled loops, for the matrices that begin at these places."""
-    p, pool = flat.numpy(), threads(len(left) * left.shape[1] * right.shape[2] // 16)
+    p, pool = flat.numpy(), threads(left.shape[0] * left.shape[1] * right.shape[2] // 16)
     muon_kernels.move(p, places, left.numpy(), right.numpy(), p.dtype.type(keep), pool)
 
 
@@ -397,7 +397,7 @@ def inverse_roots(grams: list[Tensor]) -> list[Tensor]:
     for side in {R.shape[-1] for R in grams}:
         places = [k for k, R in enumerate(grams) if R.shape[-1] == side]
         together = inverse_root(torch.cat([grams[k] for k in places]))
-        for k, root in zip(places, together.split([len(grams[k]) for k in places]), strict=True):
+        for k, root in zip(places, together.split([grams[k].shape[0] for k in places]), strict=True):
             roots[k] = root
     return roots
 

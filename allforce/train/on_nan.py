@@ -10,6 +10,8 @@ looks at the loss alone, which costs nothing: a bad gradient makes the next loss
 
 from __future__ import annotations
 
+from math import isfinite
+
 import torch
 from torch import Tensor
 
@@ -42,15 +44,15 @@ class Guard:
         weights that have been found good: a run that is to go on then has nothing to decide."""
         flat = self.job.state.flat
         gradients = update and self.action != "stop"
-        finite = torch.isfinite(flat.sums[0] + flat.gradient.sum() if gradients else flat.sums[0])
+        total = flat.sums[0] + flat.gradient.sum() if gradients else flat.sums[0]
         if self.looks:
-            if bool(finite) or (not update and self.action != "stop"):
+            if isfinite(total) or (not update and self.action != "stop"):
                 self.skipped = 0
                 return True
-            what = "gradient" if bool(torch.isfinite(flat.sums[0])) else "loss"
+            what = "gradient" if isfinite(flat.sums[0]) else "loss"
             self._decide(what, step, [name for name, loss in seen if what == "gradient" or not torch.isfinite(loss)])
             return False
-        self.first_bad = torch.where(finite, self.first_bad, self.first_bad.clamp(max=step))
+        self.first_bad = torch.where(torch.isfinite(total), self.first_bad, self.first_bad.clamp(max=step))
         if due and (bad := int(self.first_bad)) < NEVER:
             self._decide("loss", bad, self.job.names_of(bad))
         return True

@@ -47,12 +47,12 @@ def test_imports_are_no_garbage():
 def test_torch_threads_wait_calmly_unless_told_how():
     env: dict[str, str] = {}
     wait_calmly(env)
-    assert env == {"GOMP_SPINCOUNT": "10000"}
+    assert env == {"GOMP_SPINCOUNT": "100000"}
     for given in ({"GOMP_SPINCOUNT": "5"}, {"OMP_WAIT_POLICY": "active"}):
         env = dict(given)
         wait_calmly(env)
         assert env == given
-    code = "import os, sys, allforce; sys.exit(os.environ['GOMP_SPINCOUNT'] != '10000' or 'torch' in sys.modules)"
+    code = "import os, sys, allforce; sys.exit(os.environ['GOMP_SPINCOUNT'] != '100000' or 'torch' in sys.modules)"
     bare = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     assert subprocess.run([sys.executable, "-c", code], env=bare).returncode == 0  # also for scripts
 
