@@ -8,9 +8,10 @@ DeePMD-kit (TensorFlow) trains by the recipe of its examples (Adam, exponential 
 (`dp train --recipe`) for the steps of --ladder, a run for each, because its rate ends at zero. All with the same nets,
 data, precision and threads, in turn, as a user does: wall time is that of the whole process, start included. With
 --own-neuron Allforce also trains fitting nets of other widths, such as those of `dp init`. The batch is part of the
-recipe: --batch is DeePMD-kit's, --own-batch ours. Errors are those of `dp test` on all validation frames. The time to
-an accuracy is that of the shortest run of the ladder whose force and energy errors are both as small. Medians over the
-seeds; --long-steps of DeePMD-kit are run with the first seed only.
+recipe: --batch is DeePMD-kit's, --own-batch ours (left out: the same, or mixed for data of several compositions).
+Errors are those of `dp test` on all validation frames. The time to an accuracy is that of the shortest run of the
+ladder whose force and energy errors are both as small. Medians over the seeds; --long-steps of DeePMD-kit are run with
+the first seed only.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from common import LABEL as PROGRAMS
 from common import RESULTS, available, markdown_table, test_errors, train, water_input, write_result
 
 from allforce.data.discover import open_systems
-from allforce.train.recipe import FITTING, OPTIMIZER, RATE, TRAINING, with_loss
+from allforce.train.recipe import FITTING, OPTIMIZER, RATE, TRAINING, mixed_batch, with_loss
 
 LABELS = ("energy", "force", "virial")
 OWN = ("ours", "narrow")  # Allforce with the same nets, and with those of --own-neuron
@@ -56,7 +57,9 @@ def as_npy(entries: list[str], folder: Path, type_map: list[str] | None) -> tupl
 def config_of(name: str, steps: int, seed: int, type_map: list[str], data: Path, args: argparse.Namespace) -> dict:
     """DeePMD-kit's example, or the recipe in its place."""
     systems = sorted(p.parent for p in data.rglob("type.raw"))
-    batch = args.own_batch or args.batch if name in OWN else args.batch
+    batch = args.batch
+    if name in OWN:
+        batch = args.own_batch or mixed_batch(open_systems([str(s) for s in systems], type_map)) or args.batch
     config = water_input(systems, steps, display=max(1, steps // 4), batch=batch, precision=args.precision)
     config["model"]["type_map"] = type_map
     config["model"]["descriptor"]["sel"] = "auto"

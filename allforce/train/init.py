@@ -23,8 +23,8 @@ from allforce.distributed.comm import SerialComm
 from allforce.errors import UserError
 from allforce.logs import log
 from allforce.models.sel import sel_auto
-from allforce.train.fill import full
-from allforce.train.recipe import FITTING, LEAST, OPTIMIZER, RATE, TRAINING, with_loss
+from allforce.train.fill import SIZES, full
+from allforce.train.recipe import FITTING, LEAST, OPTIMIZER, RATE, TRAINING, mixed_batch, with_loss
 
 RCUT = 6.0
 ATOMS = 256  # of a batch of validation data, at least
@@ -67,15 +67,16 @@ def init(entries: list[str], time: str, output: str) -> None:
     log.info(f"{sum(r.frames for r in runs)} frames of {len(runs)} runs, types {', '.join(type_map)}")
     log.info(f"validation: {', '.join(validation) if validation else 'none, for every run is too short'}")
     log.info("timing a few steps with batches of several sizes")
-    batch = full(times_of_steps(plan))
-    each = batch["seconds"]
+    mixed = mixed_batch([s for run in runs for s in run.systems])
+    chosen = full(times_of_steps(plan, [mixed] if mixed else SIZES))
+    each = chosen["seconds"]
     steps = max(LEAST, int(seconds / each))
     if steps > seconds / each:
         log.warning(f"{time} is short: {LEAST} steps, the least worth doing, take about {LEAST * each:.0f} s")
-    plan["training"]["training_data"]["batch_size"] = f"auto:{batch['atoms']}"
+    plan["training"]["training_data"]["batch_size"] = chosen["batch"]
     plan["training"] |= {"numb_steps": steps, "disp_freq": max(10, steps // 100), "save_freq": max(1, steps // 10)}
     Path(output).write_text(pretty(plan), encoding="utf-8")
-    log.info(f"{1000 * each:.1f} ms a step here with {batch['atoms']} atoms or more in a batch, so {steps} steps")
+    log.info(f"{1000 * each:.1f} ms a step here with batch_size {chosen['batch']}, so {steps} steps")
     log.info(f"wrote {output}; next: dp train {output}")
 
 
@@ -192,15 +193,15 @@ def sel_of(systems: list[System]) -> list[int]:
     return [max(4, n) for n in sel_auto(most, "auto:1.1")]
 
 
-def times_of_steps(plan: dict[str, Any]) -> list[dict[str, float]]:
-    """Of batches of several sizes, by a few steps each in a process of their own; see fill.py."""
+def times_of_steps(plan: dict[str, Any], sizes: list[str]) -> list[dict[str, Any]]:
+    """Of batches of these sizes, by a few steps each in a process of their own; see fill.py."""
     short = json.loads(json.dumps(plan))
     for key in ("training_data", "validation_data"):
         if key in short["training"]:
             short["training"][key]["systems"] = [os.path.abspath(s) for s in short["training"][key]["systems"]]
     with tempfile.TemporaryDirectory(prefix="allforce-init-") as folder:
         (Path(folder) / "input.json").write_text(json.dumps(short))
-        command = [sys.executable, "-m", "allforce.train.fill", "input.json"]
+        command = [sys.executable, "-m", "allforce.train.fill", "input.json", *sizes]
         path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]))
         done = subprocess.run(
             command, cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import ceil
 from typing import Any
+
+import numpy as np
 
 from allforce.config.load import normalised, parse_input
 from allforce.config.schema import Input
+from allforce.data.discover import open_systems
+from allforce.data.system import System
 from allforce.errors import UserError
 
 FEWER = 30  # times fewer steps than Adam with an exponential decay of the rate
@@ -23,6 +29,7 @@ RATE: dict[str, Any] = {  # 0.4/√steps, falling linearly to 0
 FITTING: dict[str, Any] = {"input_scale": 0.1}
 TRAINING: dict[str, Any] = {"refit": True}
 OPTIMIZER: dict[str, Any] = {"type": "HybridMuon", "adam_beta1": 0.95, "adam_beta2": 0.95}
+MIXED = 256  # atoms, at least, of a batch of several compositions
 FORCES = 60  # times the weight of energies that forces have at the end, at least
 
 
@@ -30,6 +37,21 @@ def with_loss(loss: dict[str, Any]) -> dict[str, Any]:
     """Weights by steps; forces, if they are learned, keep some weight to the end."""
     least = FORCES * loss["limit_pref_e"] if loss["start_pref_f"] else 0
     return {**loss, "schedule": "step", "limit_pref_f": max(loss["limit_pref_f"], least)}
+
+
+def mixed_batch(systems: Sequence[System]) -> str | None:
+    """batch_size for data of several compositions, None for one: frames of all of them together. With one system in a
+    batch a step learns that at the cost of the others, and ten times fewer steps are no longer enough."""
+    if len({composition(s) for s in systems}) == 1:
+        return None
+    atoms = sum(s.natoms * s.nframes for s in systems) / sum(s.nframes for s in systems)
+    return f"mixed:{ceil(MIXED / atoms)}"
+
+
+def composition(system: System) -> tuple[tuple[int, int], ...]:
+    """How many atoms of each type; frames of a mixed system are of several."""
+    kinds, counts = np.unique(system.model_types, return_counts=True) if not system.mixed else ((), ())
+    return tuple(zip(map(int, kinds), map(int, counts), strict=True))
 
 
 def with_recipe(old: Input, name: str) -> tuple[Input, list[str]]:
@@ -46,6 +68,11 @@ def with_recipe(old: Input, name: str) -> tuple[Input, list[str]]:
             training[key] = max(1, training[key] // FEWER)
     else:
         training["numb_epoch"] = training["numb_epoch"] / FEWER
+    drawn = old.training.training_data
+    if old.training.sharding != "partition" and drawn.sys_probs is None:
+        found = open_systems(drawn.systems, old.model.type_map, drawn.rglob_patterns, named=old.model.named_labels())
+        if (batch := mixed_batch(found)) and not str(drawn.batch_size).startswith("mixed"):
+            training["training_data"] = training["training_data"] | {"batch_size": batch}
     data = {**data, "training": training, "learning_rate": RATE, "optimizer": OPTIMIZER}
     data["loss"] = with_loss(data["loss"])
     if "fitting_net" in data["model"]:

@@ -9,7 +9,7 @@ from tiny import dp, rows, write_input, write_system
 from allforce.cli import main
 from allforce.config.load import load_input
 from allforce.errors import UserError
-from allforce.train import fill, init
+from allforce.train import fill, init, recipe
 
 pytest_plugins = ["folder_fixture"]
 
@@ -34,6 +34,7 @@ def test_from_data_to_a_model(folder):
     assert config.training.training_data.systems == ["small@:-4", "large@:-3"]
     assert config.training.validation_data.systems == ["small@-4:", "large@-3:"]
     assert config.model.type_map == ["A", "B"] and config.model.descriptor.sel == [8, 4]
+    assert str(config.training.training_data.batch_size).startswith("mixed:")  # two compositions
     assert (config.optimizer.type, config.learning_rate.type, config.loss.schedule) == ("HybridMuon", "wsd", "step")
     data = json.loads((folder / "input.json").read_text())
     data["training"] |= {"numb_steps": 30, "disp_freq": 30}
@@ -48,15 +49,22 @@ def test_from_data_to_a_model(folder):
     "seconds, atoms", [([1.0, 1.1, 1.3, 1.9], 128), ([1.0, 2.0], 32), ([1.2, 1.0, 1.5], 64), ([1.0], 32)]
 )
 def test_a_batch_is_full_where_the_step_begins_to_grow(seconds, atoms):
-    rows = [{"atoms": a, "seconds": s} for a, s in zip(fill.SIZES, seconds, strict=False)]
-    assert fill.full(rows)["atoms"] == atoms
+    rows = [{"batch": b, "seconds": s} for b, s in zip(fill.SIZES, seconds, strict=False)]
+    assert fill.full(rows)["batch"] == f"auto:{atoms}"
+
+
+def test_several_compositions_are_mixed(folder):
+    systems = [s for run in opened(runs(folder, 2, types=(0, 1, 1))) for s in run.systems]
+    assert recipe.mixed_batch(systems) is None
+    systems += [s for run in opened(runs(folder / "b", 1, types=(1, 0, 0))) for s in run.systems]
+    assert recipe.mixed_batch(systems) == "mixed:86"  # 256 atoms of 3 in a frame
 
 
 def test_batches_of_several_sizes_are_timed(folder, capsys):
     write_input(folder)
-    fill.measure("input.json")
+    fill.measure("input.json", ["auto:4", "mixed:3"])
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert rows[0]["atoms"] == fill.SIZES[0] and all(row["seconds"] > 0 for row in rows)
+    assert [row["batch"] for row in rows] == ["auto:4", "mixed:3"] and all(row["seconds"] > 0 for row in rows)
 
 
 def test_data_that_cannot_be_trained_with_are_told(folder):
@@ -99,6 +107,7 @@ def test_recipe_keeps_data_and_model(folder, capsys):
         "model/fitting_net/input_scale: - → 0.1",
         "optimizer/type: Adam → HybridMuon",
         "training/numb_steps: 50 → 100",
+        "training/training_data/batch_size: 2 → mixed:",
         "loss/schedule: - → step",
     ):
         assert line in log
