@@ -37,12 +37,13 @@ def measure(path: str, sizes: list[str]) -> None:
     world = detect()
     device, _ = devices.setup(world)
     comm = join(world, "auto", device)
-    settings, frames, shortest = load_input(path), None, float("inf")
+    settings, shortest, tried = load_input(path), float("inf"), []
     for batch in sizes:
         job = prepare(of_size(settings, batch), comm, Options(path, None, skip_neighbor_stat=True), device)
-        before, frames = frames, (job.loader.dataset.batch_sizes, job.loader.dataset.mixed_batch)
-        if frames == before:  # large frames: the same batch again
+        frames = job.loader.dataset.batch_sizes, job.loader.dataset.mixed_batch
+        if frames in tried:  # large frames: the same batch again
             continue
+        tried.append(frames)
         seconds, _ = timed(job, comm, device)
         print(json.dumps({"batch": batch, "seconds": seconds}), flush=True)
         shortest = min(shortest, seconds)
