@@ -40,8 +40,8 @@ def with_loss(loss: dict[str, Any]) -> dict[str, Any]:
 
 
 def mixed_batch(systems: Sequence[System]) -> str | None:
-    """batch_size for data of several compositions, None for one: frames of all of them together. With one system in a
-    batch a step learns that at the cost of the others, and ten times fewer steps are no longer enough."""
+    """batch_size for data of several compositions: frames of all of them together, for with one system in a batch a step
+    learns that at the cost of the others. None for data of one composition."""
     if len({composition(s) for s in systems}) == 1:
         return None
     atoms = sum(s.natoms * s.nframes for s in systems) / sum(s.nframes for s in systems)
