@@ -40,7 +40,7 @@ def with_loss(loss: dict[str, Any]) -> dict[str, Any]:
 
 
 def mixed_batch(systems: Sequence[System]) -> str | None:
-    """batch_size for data of several compositions: frames of all of them together, for with one system in a batch a step
+    """batch_size for data of several compositions, frames of all of them together: with one system in a batch a step
     learns that at the cost of the others. None for data of one composition."""
     if len({composition(s) for s in systems}) == 1:
         return None
