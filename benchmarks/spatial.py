@@ -157,8 +157,7 @@ def worker(folder: Path, rounds: int) -> None:
 
     def step(job: Job, whole: Any, number: int) -> None:
         batch = job.loader.batch(number)  # kept since the first time, as in a training
-        loss, sums = job.loss(job.predict(batch), batch, 1e-3)
-        job.state.flat.differentiate(loss, job.mesh.once(sums), 1.0, first=True)
+        job.learn(batch, 1e-3, 1.0, first=True)
         job.state.flat.reduce_finish(job.state.flat.reduce_start(whole), whole)
         job.state.update(1e-4)
 

@@ -107,6 +107,8 @@ class EnerLoss(Loss):
         self.wanted = tuple(dict.fromkeys(["energy", *(TERMS[t][1] for t in self.terms)]))
         if config.enable_atom_ener_coeff and "atomic energy" not in self.wanted:
             self.wanted += ("atomic energy",)
+        special = config.use_huber or config.f_use_norm or config.relative_f or config.enable_atom_ener_coeff
+        self.only_squares = mean == "rmse" and not special and {"e", "f", "v"}.issuperset(self.terms)
         delta = config.huber_delta
         self.huber_delta = list(delta) if isinstance(delta, list | tuple) else [delta] * 3
 
@@ -116,8 +118,11 @@ class EnerLoss(Loss):
         return TERMS[term][0] in labels
 
     def term(self, name: str, prediction: dict[str, Tensor], batch: Batch) -> Term:
+        return self.mean(name, *self.residual(name, prediction, batch))
+
+    def residual(self, name: str, prediction: dict[str, Tensor], batch: Batch) -> tuple[Tensor, Tensor | None]:
         residual = {"e": self.energy, "f": self.force, "v": self.virial, "ae": self.atomic_energy, "pf": self.weighted}
-        return self.mean(name, *residual[name](prediction, batch))
+        return residual[name](prediction, batch)
 
     def mean(self, term: str, d: Tensor, weight: Tensor | None) -> Term:
         """(what is minimised, what is displayed: the mean square, or the mean with mae) of the residual d."""
@@ -132,6 +137,30 @@ class EnerLoss(Loss):
         if c.use_huber:
             return huber_loss(d, torch.zeros_like(d), delta=self.huber_delta[HUBER_PLACE[term]]), figure
         return figure if weight is None else (weight * square).mean(), figure
+
+    def with_adjoints(
+        self, prediction: dict[str, Tensor], batch: Batch, lr: float, scale: float
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """∂<w d²>/∂d = 2 w d / count, where squares are all that there is."""
+        if not self.only_squares:
+            return super().with_adjoints(prediction, batch, lr, scale)
+        loss = nothing = batch.natoms.new_zeros(())
+        figures, present, adjoints = [], [], {}
+        for name in self.terms:
+            present.append(self.has(name, batch.labels))
+            if not present[-1]:
+                figures.append(nothing)
+                continue
+            d, weight = self.residual(name, prediction, batch)
+            cost, figure = self.mean(name, d, weight)
+            factor = self.prefactor(name, lr)
+            loss = loss + factor * cost
+            figures.append(figure)
+            slope = d * (2.0 * scale * factor / d.numel())
+            if name != "f" and weight is None:  # d is per atom, and the weight N that it has else takes this back
+                slope = slope / (batch.natoms if d.dim() == 1 else batch.natoms[:, None])
+            adjoints[TERMS[name][1]] = slope
+        return loss, self.sums(loss, figures, present, batch), adjoints
 
     # ---- residuals, each with the weight of its square where it has one
 

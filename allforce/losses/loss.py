@@ -75,9 +75,25 @@ class Loss:
             values.append(figure.detach())
         if not any(present[1:]):  # nothing to learn from this batch: a gradient of zero, not none
             loss = 0.0 * anything.sum()
-        values[0] = loss.detach().abs()
-        weights = self._present(tuple(present), loss.device)
-        return loss, torch.cat([torch.stack(values) * weights, weights]) * batch.type.shape[0]
+        return loss, self.sums(loss.detach(), values[1:], present[1:], batch)
+
+    def with_adjoints(
+        self, prediction: dict[str, Tensor], batch: Batch, lr: float, scale: float
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """The loss, the sums, and scale·∂loss/∂ of predictions by name, for a model that goes the way back by itself.
+
+        Here by automatic differentiation. A faster one, written by hand, may take its place.
+        """
+        leaves = {name: value.detach().requires_grad_() for name, value in prediction.items()}
+        with torch.enable_grad():
+            loss, sums = self(leaves, batch, lr)
+            found = torch.autograd.grad(loss * scale, list(leaves.values()), allow_unused=True)
+        return loss.detach(), sums, {name: g for name, g in zip(leaves, found, strict=True) if g is not None}
+
+    def sums(self, loss: Tensor, figures: list[Tensor], present: list[bool], batch: Batch) -> Tensor:
+        """(2·names,) of the loss and the figures of all terms, whether they are there or not."""
+        weights = self._present((True, *present), loss.device)
+        return torch.cat([torch.stack([loss.abs(), *figures]) * weights, weights]) * batch.type.shape[0]
 
     def _present(self, present: tuple[bool, ...], device: torch.device) -> Tensor:
         """Which quantities count, kept on the device so that a step copies nothing to it."""

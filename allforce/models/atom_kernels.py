@@ -31,6 +31,28 @@ def edges_of_atoms(i, j, v, out):
 
 
 @njit(**options)
+def outputs_of_edges(i, j, frame, r, q, forces, virial):
+    """Forces (N, 3) += and virials (B, 9) −= of q_e = ∂E/∂r_e; virials if there are rows for them."""
+    atoms_of_edges(i, j, q, forces)
+    for e in range(i.shape[0] if virial.shape[0] > 0 else 0):
+        of_frame = virial[frame[i[e]]]
+        for a in range(3):
+            for b in range(3):
+                of_frame[3 * a + b] -= q[e, a] * r[e, b]
+
+
+@njit(**options)
+def adjoint_of_edges(i, j, frame, r, forces, virial, u):
+    """Its adjoint: u_e = F̄_i − F̄_j − Ξ̄ r_e."""
+    edges_of_atoms(i, j, forces, u)
+    for e in range(i.shape[0] if virial.shape[0] > 0 else 0):
+        of_frame = virial[frame[i[e]]]
+        for a in range(3):
+            for b in range(3):
+                u[e, a] -= of_frame[3 * a + b] * r[e, b]
+
+
+@njit(**options)
 def _square(begin, end, T, M2, D):
     M1 = T.shape[2]
     t = np.empty((4, M2), dtype=T.dtype)  # the first M2 columns, close together

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TypeGuard
 
@@ -15,10 +15,11 @@ from allforce.models.kernels import compiled
 from allforce.models.layers import CurveNets, Net, Shape
 from allforce.models.pool import threads
 from allforce.models.products import whole_strips
-from allforce.models.scalar_sweeps import addresses, gradients_of, ones
+from allforce.models.scalar_sweeps import addresses, gradients_of, ones, parameters_of
 from allforce.models.spline import Grid
 
 T_AND_A = 2  # arrays that are kept of each layer
+NUMBERS = 64  # of a net, that take as long as an edge
 
 
 def suits(nets: nn.Module, nodes: Tensor) -> TypeGuard[CurveNets]:
@@ -35,36 +36,50 @@ def layout(shape: Shape, dtype: np.dtype) -> tuple[np.ndarray, int, int]:
     return np.array(rows, dtype=np.int64), int(places[-1]), max(widths)
 
 
+class Sweep:
+    """C (nets, K, M) of nets on the nodes (K, 1) of a grid, as the nets take them, and the way back to the nets."""
+
+    def __init__(self, nets: Sequence[Net], nodes: Tensor, grid: Grid):
+        self.nets, self.nodes, self.grid = [net.weights for net in nets], nodes, grid
+        self.dtype = nodes.numpy().dtype
+        self.layout, numbers, self.widest = layout(nets[0].shape, self.dtype)
+        self.weights = addresses(self.nets, ones(self.widest, nodes.dtype))
+        size = len(nets) * nodes.shape[0] * numbers
+        self.kept, self.work = np.empty((T_AND_A, size), self.dtype), size // NUMBERS
+
+    def splines(self) -> Tensor:
+        """C (nets, K, M)."""
+        C = self.nodes.new_empty(len(self.nets), self.nodes.shape[0], self.nets[0][-1][0].shape[1])
+        given = self.nodes.numpy(), self.weights, self.layout, self.grid.factors(self.dtype), self.kept
+        curve_kernels.curves(*given, C.numpy(), threads(self.work))
+        return C
+
+    def adjoints(self, C_bar: Tensor) -> list[Tensor]:
+        """The gradients of all parameters, net by net and layer by layer."""
+        found, unused = gradients_of(self.nets), C_bar.new_empty(self.widest)
+        places = addresses(found, unused)
+        factors = self.grid.factors(self.dtype, transposed=True)
+        given = self.nodes.numpy(), self.weights, places, self.layout, factors, self.kept
+        curve_kernels.curves_back(*given, C_bar.contiguous().numpy(), threads(self.work))
+        return [g for net in found for layer in net for g in layer if g is not None]
+
+
 class Splines(torch.autograd.Function):
-    """C (nets, K, M) of nets on the nodes (K, 1) of a grid, as the nets take them; last, the nets' parameters."""
+    """C (nets, K, M); last, the nets' parameters."""
 
     @staticmethod
     def forward(ctx, nets: list[Net], nodes: Tensor, grid: Grid, *parameters: Tensor):
-        ctx.nets, ctx.nodes, ctx.grid = [net.weights for net in nets], nodes.numpy(), grid
-        dtype, K, M = ctx.nodes.dtype, nodes.shape[0], nets[0].shape[-1][1]
-        ctx.layout, numbers, ctx.widest = layout(nets[0].shape, dtype)
-        ctx.weights = addresses(ctx.nets, ones(ctx.widest, nodes.dtype))
-        ctx.kept = np.empty((T_AND_A, len(nets) * K * numbers), dtype)
-        ctx.pool = threads(len(nets) * K * numbers // 64)  # numbers take a 64th of the time of an edge
-        C = nodes.new_empty(len(nets), K, M)
-        given = ctx.nodes, ctx.weights, ctx.layout, grid.factors(dtype), ctx.kept
-        curve_kernels.curves(*given, C.numpy(), ctx.pool)
-        return C
+        ctx.sweep = Sweep(nets, nodes, grid)
+        return ctx.sweep.splines()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, C_bar: Tensor):
-        unused = C_bar.new_empty(ctx.widest)
-        found = gradients_of(ctx.nets)
-        places = addresses(found, unused)
-        factors = ctx.grid.factors(ctx.nodes.dtype, transposed=True)
-        given = ctx.nodes, ctx.weights, places, ctx.layout, factors, ctx.kept
-        curve_kernels.curves_back(*given, C_bar.contiguous().numpy(), ctx.pool)
-        return None, None, None, *(g for net in found for layer in net for g in layer if g is not None)
+        return None, None, None, *ctx.sweep.adjoints(C_bar)
 
 
 def splines(nets: CurveNets, nodes: Tensor, grid: Grid) -> Tensor:
     """C (nets, K, M)."""
-    parameters = [p for net in nets for layer in net.weights for p in layer if p is not None]  # type: ignore[union-attr]
+    parameters = parameters_of(nets)  # type: ignore[arg-type]
     apply: Callable = Splines.apply
     return apply(list(nets), nets.variable(nodes), grid, *parameters)

@@ -34,6 +34,8 @@ class AtomsOfEdges(torch.autograd.Function):
         return out, None, None
 
 
+NUMBERS = 64  # of D, that take as long as an edge
+
 # D of an atom is one row (M1·M2 + ·), because that is what a fitting takes; columns behind M1·M2 come from elsewhere.
 
 
@@ -43,7 +45,7 @@ def by_rows(D: Tensor, M1: int, M2: int) -> Tensor:
 
 
 def pool(D: Tensor) -> Pool:
-    return threads(D.numel() // 64)  # numbers of D take a 64th of the time of an edge
+    return threads(D.numel() // NUMBERS)
 
 
 def symmetric_product(X: Tensor, Y: Tensor, M2: int, width: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -27,6 +27,15 @@ PER_ATOM = frozenset({"forces", "charges", "descriptor"})
 
 def per_atom(name: str) -> bool:
     return name in PER_ATOM or name.startswith("atomic ")
+
+
+class Sweep(Protocol):
+    """A batch on its way through a model and back."""
+
+    outputs: dict[str, Tensor]  # without gradients
+
+    def adjoints(self, of_outputs: dict[str, Tensor], targets: list[Tensor]) -> None:
+        """Write the gradient of each parameter of the model, in their order, given those of outputs by name."""
 
 
 class Model(nn.Module):
@@ -125,6 +134,11 @@ class Model(nn.Module):
         In grad mode the result can be differentiated with respect to the parameters.
         """
         raise NotImplementedError
+
+    def sweep(self, batch: Batch, wanted: Collection[str]) -> Sweep | None:
+        """What is wanted, with a way back to the gradients of all trained parameters that was written by hand; None
+        where there is none for this model, device or batch, and `forward` is to be differentiated."""
+        return None
 
     # ---- in files
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from allforce.models.layers import Layer, Net
-from allforce.models.scalar_sweeps import Sweeps, gradient_target, suits
+from allforce.models.scalar_sweeps import Sweeps, gradient_target, parameters_of, suits
 
 
 @dataclass
@@ -184,6 +184,5 @@ class ValueAndGradient(torch.autograd.Function):
 
 def value_and_gradient(nets: Sequence[Net], counts: Sequence[int], x: Tensor) -> tuple[Tensor, Tensor]:
     """e (N,) and ∂e/∂x (N, m) of nets with one output, of which net t has counts[t] rows of x."""
-    parameters = [p for net in nets for layer in net.weights for p in layer if p is not None]
     apply: Callable = ValueAndGradient.apply
-    return apply(x, nets, counts, *parameters)
+    return apply(x, nets, counts, *parameters_of(nets))

@@ -18,6 +18,7 @@ from allforce.models.pool import threads
 from allforce.models.products import TILE, WIDE, lanes, whole_strips
 
 MANY = 16  # tiles, of which then each is one piece, so that a part of its rows serves all columns while in the cache
+INPUTS = 16  # of a net, that take as long as an edge
 HIGH = 64  # rows of w that a thread takes at least, on the way back
 
 
@@ -80,7 +81,7 @@ class Sweeps:
     def __init__(self, nets: Sequence[Net], counts: Sequence[int], x: Tensor):
         self.nets, self.x = [net.weights for net in nets], x.detach().contiguous()
         self.dtype, self.widest = self.x.numpy().dtype, max(out for _, out, _ in nets[0].shape)
-        self.plan, self.pool = plan(tuple(counts), nets[0].shape, self.dtype), threads(x.numel() // 16)
+        self.plan, self.pool = plan(tuple(counts), nets[0].shape, self.dtype), threads(x.numel() // INPUTS)
         self.weights = addresses(self.nets, ones(self.widest, x.dtype))
         self.kept = np.empty((3, x.shape[0] * self.plan.numbers), self.dtype)
         self.pairs = np.empty(2 * x.shape[0] * self.plan.numbers, self.dtype)
@@ -124,6 +125,11 @@ class Sweeps:
         scalar_kernels.adjoints(*given, self.plan.arguments, *rest)
         gradients = [g for net in found for layer in net for g in layer if g is not None]
         return x_bar[:, : self.x.shape[1]] if wanted else None, gradients
+
+
+def parameters_of(nets: Sequence[Net]) -> list[Tensor]:
+    """Net by net and layer by layer, as `adjoints` gives their gradients."""
+    return [p for net in nets for layer in net.weights for p in layer if p is not None]
 
 
 @lru_cache(maxsize=16)

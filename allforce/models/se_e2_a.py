@@ -21,7 +21,7 @@ from allforce.config.section import key
 from allforce.data.batch import Batch
 from allforce.models.env_stat import load_slots, slots
 from allforce.models.layers import CurveNets, Net, generator
-from allforce.models.moments import TablePull, TableSum
+from allforce.models.moments import Geometry, TablePull, TableSum
 from allforce.models.pull import Pull
 from allforce.models.serial import collection, copy_nets
 from allforce.models.two_body import SEL_HELP, Curve, Moments, MomentsConfig
@@ -119,9 +119,12 @@ class SeE2A(Moments):
     # ---- the same on the table, with derivatives written by hand
 
     def embed_table(self, batch: Batch, r: Tensor) -> tuple[Tensor, Pull]:
-        geometry = self.geometry(batch, r, batch.type_counts, self.sel)
+        geometry = self.geometry_of(batch, r)
         C = self.table.coefficients(self.nets, self.by_center)
         return TableSum.apply(C, geometry), lambda gT: TablePull.apply(gT, C, geometry)
+
+    def geometry_of(self, batch: Batch, r: Tensor) -> Geometry:
+        return self.geometry(batch, r, batch.type_counts, self.sel)
 
     def by_center(self, C: Tensor) -> Tensor:
         """C / nnei as one table for all centres, or one for each type: (tables, nt·K, M1) from (K, nets, M1)."""

@@ -6,6 +6,7 @@ e_i = fitting(descriptor(r_e of i))       or another quantity of the fitting
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
@@ -25,6 +26,7 @@ from allforce.models.dos import DosFitting
 from allforce.models.edges import AtomsOfEdges
 from allforce.models.ener import EnerFitting
 from allforce.models.fitting import EnergyFitting, Fitting
+from allforce.models.fused import Fused, Sweep
 from allforce.models.hybrid import Hybrid
 from allforce.models.model import CountNeighbors
 from allforce.models.polar import PolarFitting
@@ -269,6 +271,13 @@ class StandardModel(Potential):
     def energies_alone(self, batch: Batch) -> Tensor:
         assert isinstance(self.fitting, EnergyFitting)
         return self.kept(self.fitting(self.descriptor.alone(batch), batch), batch)
+
+    @cached_property
+    def fused(self) -> Fused | None:
+        return Fused(self) if Fused.suits(self) else None
+
+    def sweep(self, batch: Batch, wanted: Collection[str]) -> Sweep | None:
+        return None if self.fused is None else self.fused.sweep(batch, wanted)
 
     def kept(self, e: Tensor, batch: Batch) -> Tensor:
         return e * self.keep[batch.type] if self.config.atom_exclude_types else e

@@ -129,6 +129,19 @@ class Matrices:
         large = 2 * prod(shape) * width >= LARGE
         self._in_place = self._values[0].dtype == torch.float32 and large
         self._small = self._compiled and not cut and not large
+        self.by_loops = self._loops or self._small  # `update` does it all; else `gram`, a root of it, and `move`
+
+    def update(self, beta: float, rate: float, weight_decay: float) -> None:
+        """The whole update in one call of compiled loops."""
+        flat, pool = self._flat.numpy(), threads(self.momentum.numel() // 16)
+        gradient = self._flat_gradient.numpy(), self._gradient_places, np.float32(1 - beta)
+        moving = self.momentum.numpy(), self.ahead.numpy(), self.used.view(-1).numpy()
+        root = loop_coefficients(), SMALLEST, ROUNDING, np.float32(-rate * self.scale)
+        target = flat, self._places, flat.dtype.type(1 - rate * weight_decay)
+        if self._loops:
+            muon_kernels.update(*gradient, *moving, *self._signs, self._sketch.numpy(), JITTER, *root, *target, pool)
+        else:
+            muon_kernels.update_small(*gradient, *moving, self._sketch.numpy(), self.tall, *root, *target, pool)
 
     def gram(self, beta: float) -> Tensor:
         """Take the gradient into the momentum; R (k, r, r)."""
@@ -141,14 +154,9 @@ class Matrices:
             self.momentum.lerp_(self.ahead, (1 - beta) * self.used)
             self.ahead.lerp_(self.momentum, beta)
         X = self.ahead if self.tall else self.ahead.mT  # (k, long, short)
-        if self._small:
-            return gram(self.ahead, self.tall)
         if self._omega is None:
             self._narrow = X
             return product(X.mT, X)
-        if self._loops:
-            self._basis, self._narrow, R = directions(X, self._sketch)
-            return R
         self._basis = orthonormal(product(X.mT, self._omega.expand(len(X), -1, -1)))
         self._narrow = product(X, self._basis)
         return product(self._narrow.mT, self._narrow)
@@ -162,12 +170,6 @@ class Matrices:
     def move(self, root: Tensor, rate: float, weight_decay: float) -> None:
         """Along U = B R^(-1/2) Pᵀ; large matrices of the same precision take the product where they lie."""
         root, keep = root * (-rate * self.scale * self.used), 1 - rate * weight_decay
-        if self._loops:
-            move(self._flat, self._places, self._narrow, back_to_columns(root, self._basis), keep)
-            return
-        if self._small:  # a root is symmetric
-            move(self._flat, self._places, *((self.ahead, root) if self.tall else (root, self.ahead)), keep)
-            return
         left, right = self._narrow, root if self._omega is None else product(root, self._basis.mT)
         if not self.tall:
             left, right = right.mT, left.mT
@@ -219,13 +221,21 @@ class HybridMuon(Optimizer):
         self._sizes = [v.numel() for v in self._vectors]
         like = self.parameters.flat[0]
         self.exp_avg, self.exp_avg_sq = like.new_zeros(sum(self._sizes)), like.new_zeros(sum(self._sizes))
+        self._vectors_by_loops = compiled(like) and len(self.parameters.flat) == 1
+        if self._vectors_by_loops:
+            places = places_in(self._vectors, like), places_in(self._vector_gradients, self.parameters.gradient)
+            self._vector_places = np.stack([*places, np.array(self._sizes)], 1)
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
         self.updates += 1
-        grams = [group.gram(self.config.momentum) for group in self.groups]
-        for group, root in zip(self.groups, inverse_roots(grams), strict=True):
-            group.move(root, rate, self.config.weight_decay)
+        beta, decay = self.config.momentum, self.config.weight_decay
+        for group in self.groups:
+            if group.by_loops:
+                group.update(beta, rate, decay)
+        rest = [group for group in self.groups if not group.by_loops]
+        for group, root in zip(rest, inverse_roots([group.gram(beta) for group in rest]), strict=True):
+            group.move(root, rate, decay)
         if self._vectors:
             self._move_vectors(rate if self.config.lr_adjust <= 0 else rate / self.config.lr_adjust)
         if self.comm is not None:
@@ -234,6 +244,10 @@ class HybridMuon(Optimizer):
     def _move_vectors(self, rate: float) -> None:
         """Adam, for all vectors in one."""
         b1, b2, t = self.config.adam_beta1, self.config.adam_beta2, self.updates
+        if self._vectors_by_loops:
+            arrays = self.parameters.flat[0], self.parameters.gradient, self.exp_avg, self.exp_avg_sq
+            muon_kernels.adam(*(x.numpy() for x in arrays), self._vector_places, b1, b2, t, EPSILON, rate)
+            return
         g = torch.cat(self._vector_gradients)
         self.exp_avg.lerp_(g, 1 - b1)
         self.exp_avg_sq.mul_(b2).addcmul_(g, g, value=1 - b2)
@@ -329,36 +343,6 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 def places_in(views: list[Tensor], flat: Tensor) -> np.ndarray:
     """Where views of a flat tensor begin in it."""
     return np.array([view.storage_offset() - flat.storage_offset() for view in views], dtype=np.int64)
-
-
-def directions(X: Tensor, sketch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """P, B and R of X (k, long, short) by compiled loops, from parts (k, ·, r, short) of (Xᵀ Ω)ᵀ."""
-    (k, long, short), r = X.shape, sketch.shape[2]
-    P, B, R = (X.new_empty(k, n, r) for n in (short, long, r))
-    parts, pool = X.new_empty(k, sketch.shape[1], r, r), threads(X.numel() // 16)
-    muon_kernels.orthonormal(sketch.numpy(), SMALLEST, JITTER, P.numpy(), pool)
-    muon_kernels.narrow(X.numpy(), P.numpy(), B.numpy(), parts.numpy(), R.numpy(), pool)
-    return P, B, R
-
-
-def gram(X: Tensor, tall: bool) -> Tensor:
-    """R (k, short, short) of X (k, long, short) or (k, short, long) by compiled loops."""
-    R = X.new_empty(X.shape[0], min(X.shape[1:]), min(X.shape[1:]))
-    muon_kernels.gram(X.numpy(), tall, R.numpy(), threads(X.numel()))
-    return R
-
-
-def back_to_columns(root: Tensor, P: Tensor) -> Tensor:
-    """R^(-1/2) Pᵀ (k, r, short) by compiled loops."""
-    out = P.new_empty(P.shape[0], P.shape[2], P.shape[1])
-    muon_kernels.back_to_columns(root.numpy(), P.numpy(), out.numpy(), threads(P.numel()))
-    return out
-
-
-def move(flat: Tensor, places: np.ndarray, left: Tensor, right: Tensor, keep: float) -> None:
-    """p ← keep p + left right by compiled loops, for the matrices that begin at these places."""
-    p, pool = flat.numpy(), threads(left.shape[0] * left.shape[1] * right.shape[2] // 16)
-    muon_kernels.move(p, places, left.numpy(), right.numpy(), p.dtype.type(keep), pool)
 
 
 @lru_cache(maxsize=64)

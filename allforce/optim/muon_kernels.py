@@ -329,3 +329,71 @@ def _move(begin, end, flat, places, left, right, keep):
 def move(flat, places, left, right, keep, pool):
     """p ← keep p + left right of matrices that begin at places[k]; keep in their precision."""
     spread(_move, left.shape[0] * -(-left.shape[1] // PIECE), (flat, places, left, right, keep), pool)
+
+
+@njit(**options)
+def adam(flat, gradient, mean, square, places, b1, b2, t, epsilon, rate):
+    """Adam for pieces of the parameters: `places` has where each begins, where its gradient does, and its length."""
+    one, begin = mean.dtype.type(1), 0
+    decay, decay_square = mean.dtype.type(b1), mean.dtype.type(b2)
+    step, factor = mean.dtype.type(rate / (1 - b1**t)), mean.dtype.type(1 / (1 - b2**t))
+    for n in range(places.shape[0]):
+        size = places[n, 2]
+        p, g = flat[places[n, 0] : places[n, 0] + size], gradient[places[n, 1] : places[n, 1] + size]
+        m, v = mean[begin : begin + size], square[begin : begin + size]
+        for k in range(size):
+            m[k] += (one - decay) * (g[k] - m[k])
+            v[k] = decay_square * v[k] + (one - decay_square) * g[k] * g[k]
+            p[k] -= step * m[k] / (np.sqrt(factor * v[k]) + mean.dtype.type(epsilon))
+        begin += size
+
+
+# ---- all of it
+
+
+@njit(**options)
+def scaled_roots(R, coefficients, smallest, rounding, factor, used, pool):
+    """factor · R^(-1/2) of stacks (k, r, r), 0 where a matrix is not used."""
+    Q = np.empty_like(R)
+    inverse_root(R, coefficients, smallest, rounding, Q, pool)
+    for k in range(R.shape[0]):
+        scaled(Q[k].reshape(-1), factor * used[k], Q[k].reshape(-1))
+    return Q
+
+
+@njit(**options)
+def update(
+    gradient, gradient_places, weight, momentum, X, used, columns, signs, sketch, jitter, coefficients, smallest,
+    rounding, factor, flat, places, keep, pool,
+):  # fmt: skip
+    """Momentum and parameters of tall matrices, of which the directions in Ω's columns are followed."""
+    (count, long, short), rank, sections = X.shape, sketch.shape[2], sketch.shape[1]
+    follow(gradient, gradient_places, weight, momentum, X, used, columns, signs, sketch, pool)
+    P, B = np.empty((count, short, rank), X.dtype), np.empty((count, long, rank), X.dtype)
+    parts, R = np.empty((count, sections, rank, rank), X.dtype), np.empty((count, rank, rank), X.dtype)
+    orthonormal(sketch, smallest, jitter, P, pool)
+    narrow(X, P, B, parts, R, pool)
+    Q, right = (
+        scaled_roots(R, coefficients, smallest, rounding, factor, used, pool),
+        np.empty((count, rank, short), X.dtype),
+    )
+    back_to_columns(Q, P, right, pool)
+    move(flat, places, B, right, keep, pool)
+
+
+@njit(**options)
+def update_small(
+    gradient, gradient_places, weight, momentum, X, used, sketch, tall, coefficients, smallest, rounding, factor, flat,
+    places, keep, pool,
+):  # fmt: skip
+    """The same of matrices that are taken whole."""
+    short = min(X.shape[1:])
+    columns, signs, R = (
+        np.empty((0, 0), np.int64),
+        np.empty((0, 0), X.dtype),
+        np.empty((X.shape[0], short, short), X.dtype),
+    )
+    follow(gradient, gradient_places, weight, momentum, X, used, columns, signs, sketch, pool)
+    gram(X, tall, R, pool)
+    Q = scaled_roots(R, coefficients, smallest, rounding, factor, used, pool)  # symmetric
+    move(flat, places, X if tall else Q, Q if tall else X, keep, pool)

@@ -66,8 +66,7 @@ def steps_of(job: Job, comm: Comm, loader: Loader, device: torch.device) -> tupl
     def gradient() -> None:
         batch = loader.next()
         pairs.append(len((batch if batch.part is None else batch.part).edges.i))
-        loss, sums = job.loss(job.predict(batch), batch, lr)
-        flat.differentiate(loss, sums, 1.0, first=True)
+        job.learn(batch, lr, 1.0, first=True)
 
     def step() -> None:
         watch("gradient", gradient)

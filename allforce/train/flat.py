@@ -52,6 +52,7 @@ class FlatParameters:
             for part, dtype in ((self.gradient, WIRE_DTYPES[precision]), (rest, dtypes[0])):
                 self._sent.append((part, allocate(part.numel(), dtype=dtype, device=device)))
         self._gradients = self._views(self.gradient, self.parameters)
+        self._further: Tensor | None = None  # the gradient of a micro-batch that is not the first
         self.passes = 0  # backward passes so far
         self.gradient_views = dict(zip(self.names, self._gradients, strict=True))
         self.flat: list[Tensor] = []  # one for each dtype
@@ -91,6 +92,19 @@ class FlatParameters:
         else:
             torch._foreach_add_(self._gradients, gradients)
             self.sums.add_(sums)
+
+    def take(self, write: Callable[[list[Tensor]], None], sums: Tensor, first: bool) -> None:
+        """The same for a micro-batch whose gradient is written by `write` into tensors like the parameters."""
+        if first:
+            write(self._gradients)
+            self.sums.copy_(sums)
+            return
+        if self._further is None:
+            self._further = torch.zeros_like(self.gradient)
+            self._further_views = self._views(self._further, self.parameters)
+        write(self._further_views)
+        self.gradient.add_(self._further)
+        self.sums.add_(sums)
 
     def reduce_start(self, comm: Comm) -> list[Work]:
         """Begin to add up the buffers of all workers: the one collective of a step (two where gradients are cast)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from allforce.losses import LOSSES, Loss
 from allforce.models import MODELS, Model
 from allforce.models.parts import check_sums, summands
 from allforce.schedule import Schedule
+from allforce.trace import BACKWARD, FORWARD, phase
 from allforce.train.build import change_bias, complete_model, fit_input, set_statistics
 from allforce.train.datasets import Given, make_cache, open_data
 from allforce.train.groups import choose_groups
@@ -74,6 +76,22 @@ class Job:
         if batch.part is None:
             return self.state.model(batch, self.loss.wanted)
         return self.mesh.sum(summands(self.state.model, batch, self.loss.wanted))
+
+    def learn(self, batch: Batch, lr: float, scale: float, first: bool) -> Tensor:
+        """The loss of a micro-batch; scale times its gradient, and its sums, go to the flat buffer."""
+        flat = self.state.flat
+        with phase(FORWARD):
+            sweep = self.state.model.sweep(batch, self.loss.wanted)
+            if sweep is None:
+                loss, sums = self.loss(self.predict(batch), batch, lr)
+            else:
+                loss, sums, adjoints = self.loss.with_adjoints(sweep.outputs, batch, lr, scale)
+        with phase(BACKWARD):
+            if sweep is None:
+                flat.differentiate(loss, self.mesh.once(sums), scale, first)
+            else:
+                flat.take(partial(sweep.adjoints, adjoints), self.mesh.once(sums), first)
+        return loss.detach()
 
     def first_and_stride(self, step: int) -> tuple[int, int]:
         """Number of this worker's first micro-batch of a step in its sampler's order, and the distance to its next."""

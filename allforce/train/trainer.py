@@ -16,7 +16,7 @@ from allforce.data.batch import Batch
 from allforce.distributed.profile import CountedComm
 from allforce.errors import UserError
 from allforce.logs import CollectHandler, log
-from allforce.trace import BACKWARD, CHECKPOINT, DATA, DISPLAY, FORWARD, OPTIMIZER, VALIDATION, phase
+from allforce.trace import CHECKPOINT, DATA, DISPLAY, OPTIMIZER, VALIDATION, phase
 from allforce.train.build import change_bias, refit
 from allforce.train.display import Display
 from allforce.train.free_cores import FreeCores
@@ -117,12 +117,8 @@ class Trainer:
         for micro in range(self.config.acc_freq):
             with phase(DATA):
                 batch = self.job.loader.next()
-            with phase(FORWARD):
-                loss, sums = self.loss(self.job.predict(batch), batch, lr)
-            with phase(BACKWARD):
-                scale = 1.0 / (self.config.acc_freq * self.mesh.groups)
-                self.flat.differentiate(loss, self.mesh.once(sums), scale, first=micro == 0)
-            self.seen.append((batch.name, loss.detach()))
+            scale = 1.0 / (self.config.acc_freq * self.mesh.groups)
+            self.seen.append((batch.name, self.job.learn(batch, lr, scale, first=micro == 0)))
             self.frames += batch.nframes if self.mesh.leads else 0
         if self.requests.any():
             self.flat.flags.copy_(torch.tensor(self.requests.asked))

@@ -16,7 +16,7 @@ from allforce.cli import main
 from allforce.files import checkpoint
 from allforce.files.model_file import load_model
 from allforce.infer.predict import DeepPot
-from allforce.train.flat import FlatParameters
+from allforce.train.start import Job
 
 pytest_plugins = ["folder_fixture"]
 
@@ -297,14 +297,15 @@ def test_a_run_goes_on_after_a_loss_that_is_not_finite(folder, capsys, action):
 
 
 def test_a_gradient_that_is_not_finite_is_skipped(folder, capsys, monkeypatch):
-    plain = FlatParameters.differentiate
+    plain = Job.learn
 
-    def spoiled(flat, *args, **kwargs):
-        plain(flat, *args, **kwargs)
-        if flat.passes == 8:
-            flat.gradient[3] = torch.inf
+    def spoiled(job, *args, **kwargs):
+        loss = plain(job, *args, **kwargs)
+        if job.state.step == 7:
+            job.state.flat.gradient[3] = torch.inf
+        return loss
 
-    monkeypatch.setattr(FlatParameters, "differentiate", spoiled)
+    monkeypatch.setattr(Job, "learn", spoiled)
     assert train(folder, training__on_nan="skip") == 0
     log = capsys.readouterr().err
     assert log.count("The gradient is not finite at step 7, in the batch of") == 1, log

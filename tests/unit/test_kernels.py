@@ -16,6 +16,7 @@ from allforce.models import (
     curve_kernels,
     dense_kernels,
     frozen_nets,
+    fused_kernels,
     kernels,
     pinet2_kernels,
     pinet_kernels,
@@ -56,13 +57,24 @@ def test_loops_are_compiled_anew_with_the_code_that_they_include():
     """When this fails, write the digest that it shows: the file with the loops is then another one for numba."""
     assert digest("pool") == kernels.POOL
     multiplying = curve_kernels, dense_kernels, frozen_nets, muon_kernels, scalar_kernels, table_kernels
-    including = (atom_kernels, attention_kernels, pinet_kernels, pinet2_kernels, tanh, triple_kernels, *multiplying)
+    including = (
+        atom_kernels,
+        attention_kernels,
+        fused_kernels,
+        pinet_kernels,
+        pinet2_kernels,
+        tanh,
+        triple_kernels,
+        *multiplying,
+    )
     assert {module.KERNELS for module in including} == {digest("kernels")}
     assert {module.PRODUCTS for module in multiplying} == {digest("products")}
     assert {module.TANH for module in (dense_kernels, frozen_nets, scalar_kernels)} == {digest("tanh")}
     assert pinet_kernels.DENSE == digest("dense_kernels")
     assert {module.PLAIN for module in (curve_kernels, muon_kernels, scalar_kernels)} == {digest("plain_products")}
-    assert curve_kernels.SCALAR == digest("scalar_kernels")
+    assert curve_kernels.SCALAR == fused_kernels.SCALAR == digest("scalar_kernels")
+    for name in ("atom", "curve", "table"):
+        assert getattr(fused_kernels, name.upper()) == digest(f"{name}_kernels")
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])

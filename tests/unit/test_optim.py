@@ -267,7 +267,7 @@ def followed(gradients, dtype):
     (group,) = optimizer.groups
     for factor in (1.0, -0.3, gradients.new_tensor([1.0, 0.0, -0.0, 1.0]).view(4, 1, 1)):
         optimizer.parameters.gradient.copy_((factor * gradients).flatten())
-        group.gram(0.95)
+        optimizer.step(0.01)
     return group.momentum.clone(), group.ahead.clone(), group.used.flatten().tolist()
 
 
@@ -301,7 +301,7 @@ def test_momentum_of_compiled_loops(shape, dtype, monkeypatch):
 def test_a_gradient_that_is_no_number_is_not_taken_for_none():
     optimizer = make(muon.HybridMuonConfig(), torch.ones(40, 20))
     optimizer.parameters.gradient[700] = float("nan")
-    optimizer.groups[0].gram(0.95)
+    optimizer.step(0.01)
     assert optimizer.groups[0].used.item() == 1 and optimizer.groups[0].momentum.isnan().any()
 
 
