@@ -2,9 +2,9 @@
 
     python benchmarks/busy_cores.py --data WATER/data_0 [--steps 220] [--busy 0 1 2]
 
-With one thread, with as many as there are cores, and as the program itself chooses (allforce/train/free_cores.py), in
-turn; a busy program is a loop of Python. More threads must not be slower than fewer by more than a tenth, unless
-OMP_NUM_THREADS asks for it.
+With one thread, with as many as there are cores, and without a number of threads, in turn; the program takes fewer than
+it is given while others use the cores (allforce/train/free_cores.py). A busy program is a loop of Python. More threads
+must not be slower than fewer by more than a tenth.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from statistics import median
 
 from common import WATER, command, environment, find_systems, markdown_table, water_input, write_result
 
-LABELS = {1: "1 thread", 0: "as the program chooses"}
+LABELS = {1: "1 thread", 0: "no number"}
 
 
 def wall_time(config: Path, folder: Path, threads: int) -> float:

@@ -30,9 +30,9 @@ class Threads:
     source: str  # the variable that set `intra`, or how it was computed
 
     @property
-    def given(self) -> bool:
-        """By the user: then it stays."""
-        return self.source in INTRA
+    def fixed(self) -> bool:
+        """Whether fewer would be against the user's will: OpenMP's own word for it, beside a number of threads."""
+        return self.source in INTRA and os.environ.get("OMP_DYNAMIC", "").strip().lower() in ("false", "0")
 
 
 def setup(world: World) -> tuple[torch.device, Threads]:

@@ -136,7 +136,7 @@ def run(
     if comm.rank == 0:
         prefix.parent.mkdir(parents=True, exist_ok=True)
     cores = None
-    if device.type == "cpu" and world.local_size == 1 and threads.intra > 1 and not threads.given:
+    if device.type == "cpu" and world.local_size == 1 and threads.intra > 1 and not threads.fixed:
         cores = FreeCores(threads.intra, len(os.sched_getaffinity(0)), log.info)
         cores.begin()
     with locked(folders), install_listener(COMPILE, TellOnce()) if comm.rank == 0 else nullcontext():

@@ -90,6 +90,17 @@ def test_threads_at_least_one_and_serial():
     assert choose_threads(World(), {}, cores=6).intra == 6
 
 
+@pytest.mark.parametrize(
+    "number, dynamic, fixed", [("3", "false", True), ("3", "true", False), ("3", None, False), (None, "false", False)]
+)
+def test_fewer_threads_than_given_beside_others(number, dynamic, fixed, monkeypatch):
+    """A number is the most that is used, unless OpenMP's own variable keeps it."""
+    monkeypatch.delenv("OMP_DYNAMIC", raising=False)
+    if dynamic is not None:
+        monkeypatch.setenv("OMP_DYNAMIC", dynamic)
+    assert choose_threads(World(), {} if number is None else {"OMP_NUM_THREADS": number}, cores=2).fixed == fixed
+
+
 @pytest.mark.parametrize("text", ["many", "-1"])
 def test_threads_wrong(text):
     with pytest.raises(UserError, match=f"OMP_NUM_THREADS={text}"):
