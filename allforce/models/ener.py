@@ -101,17 +101,20 @@ class EnerFitting(NetFitting, EnergyFitting):
         return e.double() + self.bias_atom_e.index_select(0, batch.type)
 
     @torch.no_grad()
-    def linear_terms(self, D: Tensor, dots: Iterable[Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
-        """x (B, nets·H) and ẋ (p, B, nets·H) of refit.py from D (N, M) and p tangents (N, M) of it."""
+    def hidden_and_tangents(self, D: Tensor, dots: Iterable[Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
+        """What the last layers are given (N, H), and its tangents (p, N, H) for p of D (N, M)."""
         x, counts = self.inputs(D, batch)
         extra = x.new_zeros(len(x), x.shape[1] - D.shape[1])  # frame and atomic parameters stay
         whole = (torch.cat([dot.to(x.dtype), extra], 1) for dot in dots)
-        a, a_dot = hidden_and_tangents(self.nets, counts, x, whole)
-        frames, (p, _, H), nets = batch.nframes, a_dot.shape, len(self.nets)
+        return hidden_and_tangents(self.nets, counts, x, whole)
+
+    def sums_of_frames(self, a: Tensor, batch: Batch) -> Tensor:
+        """(…, B, nets·H) of refit.py from (…, N, H)."""
+        *others, _, H = a.shape
+        nets = len(self.nets)
         place = batch.frame * nets + (0 if self.mixed_types else batch.type)  # (N,) of frame and net
-        sums = a.new_zeros(frames * nets, H, dtype=torch.float64).index_add_(0, place, a.double())
-        sums_dot = a.new_zeros(p, frames * nets, H, dtype=torch.float64).index_add_(1, place, a_dot.double())
-        return sums.view(frames, -1), sums_dot.view(p, frames, -1)
+        sums = a.new_zeros(*others, batch.nframes * nets, H, dtype=torch.float64)
+        return sums.index_add_(len(others), place, a.double()).view(*others, batch.nframes, nets * H)
 
     def last_layer(self) -> np.ndarray:
         """w (nets·H,)."""

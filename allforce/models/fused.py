@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from allforce.data.batch import Batch
-from allforce.models import curves, fused_kernels
+from allforce.models import curves, fused_kernels, scalar_kernels
 from allforce.models.edges import NUMBERS
 from allforce.models.ener import EnerFitting
 from allforce.models.kernels import compiled
@@ -28,7 +28,7 @@ from allforce.models.layers import Net, Weights
 from allforce.models.moments import ATOMS
 from allforce.models.pool import threads
 from allforce.models.products import lanes, tiles_of
-from allforce.models.scalar_sweeps import INPUTS, Sweeps, addresses, parameters_of
+from allforce.models.scalar_sweeps import INPUTS, Sweeps, addresses, last_hidden, parameters_of
 from allforce.models.se_e2_a import SeE2A
 from allforce.models.table_kernels import strips_of
 
@@ -156,3 +156,13 @@ class Sweep:
         given = table.curve_back, table.C, self.tiles, strips, *self.of_edges, self.net, self.kept
         adjoints = E.contiguous().numpy(), F.contiguous().numpy(), V
         fused_kernels.backward(*given, *adjoints, *self.fused.places(targets), self.pools)
+
+    def hidden_and_tangents(self, v: Tensor) -> tuple[Tensor, Tensor]:
+        """What the last layers are given (N, H), and its tangents (p, N, H) along displacements v (p, N, 3)."""
+        weights, plan, numbers, _ = self.net
+        made, found = np.empty((3, numbers.shape[1]), numbers.dtype), []
+        given = self.table.C, self.tiles, *self.of_edges, (weights, plan, numbers), self.kept
+        for one in -v:  # forwards of forces is the transpose of what displacements do
+            fused_kernels.tangent(*given, one.numpy(), made, self.pools)
+            found.append(last_hidden(made[scalar_kernels.A_DOT], plan, v.shape[1]).clone())
+        return last_hidden(numbers[scalar_kernels.A], plan, v.shape[1]), torch.stack(found)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from allforce.models.atom_kernels import adjoint_of_edges, gram, gram_gradient, outputs_of_edges, square
+from allforce.models.atom_kernels import adjoint_of_edges, edges_of_atoms, gram, gram_gradient, outputs_of_edges, square
 from allforce.models.curve_kernels import curves, curves_back
 from allforce.models.kernels import options
-from allforce.models.scalar_kernels import adjoints, filled, values_and_gradients
+from allforce.models.scalar_kernels import adjoints, filled, tangents, values_and_gradients
 from allforce.models.table_kernels import places_of_lists, table_gradient, table_pull, table_push, table_sum
 
 # digests of other files, see atom_kernels.py
@@ -99,3 +99,18 @@ def backward(
     of_net = np.empty((curve_weights.shape[1], nodes.shape[0], C.shape[2]), C.dtype)
     by_net(C_bar, C.dtype.type(1 / nnei), of_net)
     curves_back(nodes, curve_weights, of_curves, layout, factors, curves_kept, of_net, pools[0])
+
+
+@njit(**options)
+def tangent(C, tiles, i, frame, edges, nnei, M2, net, of_forward, of_forces, made, pools):
+    """Of all hidden layers, to `made`, along displacements −of_forces (N, 3)."""
+    r, j, first, types, center, used, group, grid, weighted = edges
+    weights, plan, kept = net
+    at, met, size, A, T, D, g, G = of_forward
+    u, T_dot, A_dot, D_dot = np.empty_like(r), np.empty_like(T), np.empty_like(A), np.empty_like(D)
+    edges_of_atoms(i, j, of_forces, u)
+    table_push(
+        tiles, r, j, first, types, center, used, group, grid, weighted, at, met, size, C, u, T_dot, A_dot, pools[1]
+    )  # fmt: skip
+    gram(T_dot, T, M2, D_dot, pools[2])
+    tangents(D, D_dot, weights, plan, kept, made, pools[3])

@@ -100,19 +100,14 @@ class Sweeps:
     def hidden(self) -> Tensor:
         """What the last layer is given (N, H)."""
         scalar_kernels.layer_by_layer(self.x.numpy(), self.weights, self.plan.arguments, self.kept, self.pool)
-        return self._of_last_hidden(self.kept[scalar_kernels.A])
+        return last_hidden(self.kept[scalar_kernels.A], self.plan.arguments, len(self.x))
 
     def tangent(self, v: Tensor) -> Tensor:
         """Its tangent (N, H) along v (N, m), after `hidden`."""
         made = np.empty((3, self.kept.shape[1]), self.dtype)
         given = self.x.numpy(), v.contiguous().numpy(), self.weights, self.plan.arguments, self.kept
         scalar_kernels.tangents(*given, made, self.pool)
-        return self._of_last_hidden(made[scalar_kernels.A_DOT])
-
-    def _of_last_hidden(self, numbers: np.ndarray) -> Tensor:
-        """(N, H) of the last hidden layer, in an array for all of them."""
-        _, width, _, place = self.plan.layout[-2]
-        return torch.from_numpy(numbers[place * len(self.x) :].reshape(len(self.x), -1)[:, :width])
+        return last_hidden(made[scalar_kernels.A_DOT], self.plan.arguments, len(self.x))
 
     def adjoints(self, e_bar: Tensor, v: Tensor, wanted: bool) -> tuple[Tensor | None, list[Tensor]]:
         """x̄ (N, m) if it is wanted, and the gradients of all parameters, net by net and layer by layer."""
@@ -125,6 +120,12 @@ class Sweeps:
         scalar_kernels.adjoints(*given, self.plan.arguments, *rest)
         gradients = [g for net in found for layer in net for g in layer if g is not None]
         return x_bar[:, : self.x.shape[1]] if wanted else None, gradients
+
+
+def last_hidden(numbers: np.ndarray, plan: tuple[np.ndarray, ...], rows: int) -> Tensor:
+    """(N, H) of the last hidden layer, in an array for all of them."""
+    _, width, _, place = plan[0][-2]
+    return torch.from_numpy(numbers[place * rows :].reshape(rows, -1)[:, :width])
 
 
 def parameters_of(nets: Sequence[Net]) -> list[Tensor]:

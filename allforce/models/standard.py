@@ -6,6 +6,7 @@ e_i = fitting(descriptor(r_e of i))       or another quantity of the fitting
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -185,14 +186,7 @@ class StandardModel(Potential):
         nt, unknowns = len(self.type_map), len(f.nets) * f.config.neuron[-1]
         if any(f.vacuum) or self.config.atom_exclude_types or not f.trainable[-1] or unknowns > UNKNOWNS:
             return self.change_bias(sample)
-        trained = [p for p in self.parameters() if p.requires_grad]
-        for p in trained:
-            p.requires_grad_(False)  # nobody reads their gradients here
-        try:
-            rows = [row for group, batch in sample.groups() for row in self.linear_rows(group, batch)]
-        finally:
-            for p in trained:
-                p.requires_grad_(True)
+        rows = [row for group, batch in sample.groups() for row in self.linear_rows(group, batch)]
         table = sample.rows(rows, Equations.width(nt, unknowns))
         if not np.isfinite(table).all():
             raise UserError("the model, or a label of the data, is not finite: nothing is fitted.")
@@ -207,26 +201,39 @@ class StandardModel(Potential):
     def linear_rows(self, group: list[tuple[int, int]], batch: Batch) -> Iterator[np.ndarray]:
         """Rows of Equations of the frames of a batch."""
         assert isinstance(self.fitting, EnerFitting)
-        i, j, v = batch.edges.i, batch.edges.j, signs(group, batch)  # v (p, N, 3)
-        with torch.enable_grad():
+        v, sweep = signs(group, batch), self.sweep(batch, ("energy", "forces"))  # v (p, N, 3)
+        if sweep is not None:
+            energy, forces, (a, a_dot) = sweep.outputs["energy"], sweep.outputs["forces"], sweep.hidden_and_tangents(v)
+        else:
+            energy, forces, a, a_dot = self.linear_terms(batch, v)
+        x, x_dot = self.fitting.sums_of_frames(a, batch), self.fitting.sums_of_frames(a_dot, batch)
+        counts = torch.zeros(batch.nframes, len(self.type_map), dtype=torch.float64, device=energy.device)
+        of_type = batch.frame * counts.shape[1] + batch.type
+        counts.view(-1).index_add_(0, of_type, energy.new_ones(len(of_type)))
+        if "energy" in batch.labels:
+            missing = batch.labels["energy"] - energy
+            yield from Equations.rows(*(to_numpy(y) for y in (counts, x, missing)))
+        if "force" in batch.labels:
+            lacking = batch.labels["force"] - forces
+            for one, u in zip(x_dot, v, strict=True):
+                of_frame = energy.new_zeros(batch.nframes).index_add_(0, batch.frame, -(lacking * u).sum(1))
+                yield from Equations.rows(*(to_numpy(y) for y in (torch.zeros_like(counts), one, of_frame)))
+
+    def linear_terms(self, batch: Batch, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """E (B,), F (N, 3), what the last layer is given (N, H) and its tangents (p, N, H) along displacements v."""
+        assert isinstance(self.fitting, EnerFitting)
+        i, j = batch.edges.i, batch.edges.j
+        with torch.enable_grad(), not_trained(self):
             D, pull = self.descriptor.with_pull(batch, batch.edges.r)
             e, gradient = self.fitting.with_gradient(D.detach(), batch)
             slope = pull(gradient.detach())  # ∂E/∂r_e
             any_gradient = torch.zeros_like(D).requires_grad_()
             linear = pull(any_gradient)  # whose transpose is the tangent of D
             along = [(linear * (u[j] - u[i])).sum() for u in v]  # plain numbers: for others torch imports a compiler
-        dots = (torch.autograd.grad(one, any_gradient, retain_graph=True)[0] for one in along)
-        x, x_dot = self.fitting.linear_terms(D.detach(), dots, batch)
-        counts = torch.zeros(batch.nframes, len(self.type_map), dtype=torch.float64, device=e.device)
-        counts.view(-1).index_add_(0, batch.frame * counts.shape[1] + batch.type, torch.ones_like(e))
-        if "energy" in batch.labels:
-            missing = batch.labels["energy"] - e.new_zeros(batch.nframes).index_add_(0, batch.frame, e.detach())
-            yield from Equations.rows(*(to_numpy(y) for y in (counts, x, missing)))
-        if "force" in batch.labels:
-            lacking = batch.labels["force"] - AtomsOfEdges.apply(slope.detach(), batch.edges, len(batch.type))
-            for one, u in zip(x_dot, v, strict=True):
-                of_frame = e.new_zeros(batch.nframes).index_add_(0, batch.frame, -(lacking * u).sum(1))
-                yield from Equations.rows(*(to_numpy(y) for y in (torch.zeros_like(counts), one, of_frame)))
+            dots = (torch.autograd.grad(one, any_gradient, retain_graph=True)[0] for one in along)
+            a, a_dot = self.fitting.hidden_and_tangents(D.detach(), dots, batch)
+        energy = e.new_zeros(batch.nframes).index_add_(0, batch.frame, e.detach())
+        return energy, AtomsOfEdges.apply(slope.detach(), batch.edges, len(batch.type)), a, a_dot
 
     def set_bias(self, values: np.ndarray) -> None:
         self.fitting.set_bias(values)
@@ -381,6 +388,19 @@ class StandardModel(Potential):
         self.fitting.load_pt(state, "atomic_model.fitting_net", out_bias, source)
         distance = state.get("min_nbor_dist")
         self.min_nbor_dist = None if distance is None or float(distance) <= 0.0 else float(distance)
+
+
+@contextmanager
+def not_trained(model: nn.Module) -> Iterator[None]:
+    """Nobody reads the gradients of its parameters."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for p in trained:
+        p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for p in trained:
+            p.requires_grad_(True)
 
 
 def signs(group: list[tuple[int, int]], batch: Batch) -> Tensor:

@@ -58,6 +58,22 @@ def test_equations_are_linear_in_the_last_layer(descriptor, fitting, mode, backe
     np.testing.assert_allclose(before.missing_dot - after.missing_dot, before.x_dot @ delta, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("descriptor", [{}, {"type_one_side": True}])
+def test_equations_without_a_graph_are_the_same(descriptor, monkeypatch):
+    """Of fused.py, which a model that is trained has, and by automatic differentiation."""
+    model = small_model(descriptor, {"neuron": [12, 12, 24]}, ntypes=3)
+    batch = labelled(model, "cubic", "triclinic")
+    assert model.sweep(batch, ("energy", "forces")) is not None
+    found = equations_of(model, batch)
+    monkeypatch.setattr(StandardModel, "sweep", lambda *_: None)
+    expected = equations_of(model, batch)
+    assert all(p.requires_grad for p in model.parameters())
+    for name in ("counts", "x", "missing", "x_dot", "missing_dot"):
+        ours, theirs = getattr(found, name), getattr(expected, name)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-10 * np.abs(theirs).max())
+    assert np.abs(found.x_dot).max() > 1e-3
+
+
 def test_an_atom_alone_gives_an_equation_for_its_energy():
     model = small_model(ntypes=2)
     model.requires_grad_(False)
