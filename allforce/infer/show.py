@@ -33,7 +33,7 @@ def show(model: str, attributes: Sequence[str]) -> None:
         if attribute in attributes and attribute not in parts:
             raise UserError(f"{model}: a model of type '{loaded.config.type}' has no {attribute}.")
         if attribute in attributes:
-            section = parts[attribute].config.model_dump(mode="json")  # type: ignore[union-attr, operator]
+            section = parts[attribute].config.plain()  # type: ignore[union-attr, operator]
             log.info("The %s parameter is %s", attribute.replace("-", "_"), section)
     if "size" in attributes:
         sizes = {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()}

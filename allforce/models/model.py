@@ -149,7 +149,7 @@ class Model(nn.Module):
             "type": self.config.type,
             "@version": 1,
             "type_map": list(self.type_map),
-            "config": self.config.model_dump(mode="json"),
+            "config": self.config.plain(),
             "@variables": arrays_of(self),
         }
 

@@ -45,7 +45,7 @@ def arrays_of(module: nn.Module) -> dict[str, np.ndarray]:
 
 def part_tree(kind: str, part: Any, type_map: list[str]) -> dict[str, Any]:
     """A descriptor or a fitting that DeePMD-kit does not have: its section of the input and its tensors."""
-    section = part.config.model_dump(mode="json")
+    section = part.config.plain()
     return {"@class": kind, "@version": 1, **section, "@variables": arrays_of(part), "type_map": type_map}
 
 

@@ -74,7 +74,8 @@ class Job:
     def predict(self, batch: Batch) -> dict[str, Tensor]:
         """Of the whole batch, whoever computes which part of it."""
         if batch.part is None:
-            return self.state.model(batch, self.loss.wanted)
+            sweep = None if torch.is_grad_enabled() else self.state.model.sweep(batch, self.loss.wanted)
+            return self.state.model(batch, self.loss.wanted) if sweep is None else sweep.outputs
         return self.mesh.sum(summands(self.state.model, batch, self.loss.wanted))
 
     def learn(self, batch: Batch, lr: float, scale: float, first: bool) -> Tensor:

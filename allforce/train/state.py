@@ -110,7 +110,7 @@ class State:
 
 def model_section(model: Model) -> dict[str, Any]:
     """The model's section of the input, complete enough to build it again."""
-    return model.config.model_dump(mode="json")
+    return model.config.plain()
 
 
 def load_weights(model: Model, weights: dict[str, Tensor], source: str) -> None:

@@ -274,6 +274,7 @@ def test_accepted_and_round_trip(changes: dict[str, Any]) -> None:
     written = normalised(config)
     assert parse_input(json.loads(json.dumps(written))) == config
     assert normalised(parse_input(written)) == written
+    assert config.plain() == config.model_dump(mode="json")
 
 
 def test_input_is_not_changed() -> None:
@@ -316,6 +317,7 @@ def test_round_trip_of_anything(rcut, smooth, neuron, seed, rate, schedule, opti
     )
     assert config.model.descriptor.rcut == rcut and config.model.descriptor.seed == seed
     assert parse_input(json.loads(json.dumps(normalised(config)))) == config
+    assert config.plain() == config.model_dump(mode="json")
 
 
 def test_defaults_are_not_shared() -> None:
