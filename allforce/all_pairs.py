@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from allforce.loops import njit
 
 FARTHEST = 1e9  # Å: beyond it the library that serves many atoms counts its cells wrong
 LONGEST = 1e4  # Å, of a cutoff

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from vesin import NeighborList
 
 from allforce import all_pairs
 from allforce.all_pairs import FARTHEST, LONGEST, MOST_PAIRS
 from allforce.errors import UserError
+from allforce.loops import njit
 
 Pairs = tuple[np.ndarray, np.ndarray, np.ndarray]  # i (E,), j (E,), r (E, 3) of one frame, sorted by i
 TOUCHING = 1e-3  # Å: closer than this, two atoms are on one place

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from allforce.loops import njit
 from allforce.models.kernels import options
 from allforce.models.pool import spread
 
-KERNELS = "869cdbd1"  # numba takes a loop from its cache while its own file is the same: see POOL in kernels.py
+KERNELS = "c9fa2acf"  # numba takes a loop from its cache while its own file is the same: see POOL in kernels.py
 
 
 @njit(**options)

@@ -8,12 +8,12 @@ arrays, so that the compiler makes vector instructions of them. What belongs to 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from allforce.loops import njit
 from allforce.models.kernels import inline, options
 from allforce.models.pool import spread
 
-KERNELS = "869cdbd1"  # numba takes a loop from its cache while its own file is the same: see POOL in kernels.py
+KERNELS = "c9fa2acf"  # numba takes a loop from its cache while its own file is the same: see POOL in kernels.py
 SHIFT = 20.0  # of the smooth softmax
 NEVER = -1e30  # score of a key that is not there
 

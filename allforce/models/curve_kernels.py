@@ -10,8 +10,8 @@ M = L D U is solved within its band (spline.py). A thread takes whole nets, so n
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from allforce.loops import njit
 from allforce.models.kernels import options
 from allforce.models.plain_products import add_plain_product, times_transposed
 from allforce.models.pool import spread
@@ -39,7 +39,7 @@ from allforce.models.scalar_kernels import (
 )
 
 # digests of other files, see atom_kernels.py
-KERNELS, PRODUCTS, PLAIN, SCALAR = "869cdbd1", "e0c0578f", "446199dc", "3c3a2e9a"
+KERNELS, PRODUCTS, PLAIN, SCALAR = "c9fa2acf", "a61d4448", "d9ef9f7b", "35195ad8"
 
 T, A = range(2)  # kept of each layer: φ(z) and a
 

@@ -9,14 +9,14 @@ does not matter.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from allforce.loops import njit
 from allforce.models.kernels import inline, options
 from allforce.models.pool import spread
 from allforce.models.products import VECTOR, add_product, add_transposed_product, pack
 from allforce.models.tanh import tanh
 
-KERNELS, PRODUCTS, TANH = "869cdbd1", "e0c0578f", "15cf8eb2"  # digests of other files, see atom_kernels.py
+KERNELS, PRODUCTS, TANH = "c9fa2acf", "a61d4448", "aba7cb9f"  # digests of other files, see atom_kernels.py
 TILE = 256  # rows
 PARTS = 16  # of the rows, at most, that have a sum of their own
 

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
+from allforce.loops import njit
 from allforce.models.kernels import compiled, options
 from allforce.models.layers import Net
 from allforce.models.pool import spread, threads
 from allforce.models.products import add_product, highest, packed, tiles_of, whole_strips
 from allforce.models.tanh import tanh
 
-KERNELS, PRODUCTS, TANH = "869cdbd1", "e0c0578f", "15cf8eb2"  # digests of other files, see atom_kernels.py
+KERNELS, PRODUCTS, TANH = "c9fa2acf", "a61d4448", "aba7cb9f"  # digests of other files, see atom_kernels.py
 
 IN, OUT, COPIES, THERE, BACK, B, IDT = range(7)  # columns of `layout`
 

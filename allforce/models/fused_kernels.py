@@ -8,8 +8,8 @@ layout, factors, kept) of curve_kernels.py, `edges` what all loops over edges ta
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from allforce.loops import njit
 from allforce.models.atom_kernels import adjoint_of_edges, edges_of_atoms, gram, gram_gradient, outputs_of_edges, square
 from allforce.models.curve_kernels import curves, curves_back
 from allforce.models.kernels import options
@@ -17,7 +17,7 @@ from allforce.models.scalar_kernels import adjoints, filled, tangents, values_an
 from allforce.models.table_kernels import places_of_lists, table_gradient, table_pull, table_push, table_sum
 
 # digests of other files, see atom_kernels.py
-KERNELS, ATOM, CURVE, SCALAR, TABLE = "869cdbd1", "1e4939ac", "6a798db1", "3c3a2e9a", "5567db18"
+KERNELS, ATOM, CURVE, SCALAR, TABLE = "c9fa2acf", "2b6e562c", "3a49c17b", "35195ad8", "e2541b1e"
 
 
 @njit(**options)

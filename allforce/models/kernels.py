@@ -12,9 +12,9 @@ import os
 from typing import Any
 
 import numpy as np
-from numba import njit
 from torch import Tensor
 
+from allforce.loops import njit
 from allforce.models.pool import spread
 from allforce.models.spline import WIDTH, polynomials
 

@@ -9,8 +9,8 @@ threads (pool.py). What goes to the second atom, or into one sum, is added on on
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from allforce.loops import njit
 from allforce.models.dense_kernels import (
     TILE,
     packed_for,
@@ -28,7 +28,7 @@ from allforce.models.dense_kernels import (
 from allforce.models.kernels import inline, options
 from allforce.models.pool import spread
 
-KERNELS, DENSE = "869cdbd1", "ba13ac12"  # digests of other files, see atom_kernels.py
+KERNELS, DENSE = "c9fa2acf", "2ccc0e01"  # digests of other files, see atom_kernels.py
 CLOSE = 4096  # numbers that are worked on at once where the width is any
 
 

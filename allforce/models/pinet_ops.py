@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
+from allforce.loops import njit
 from allforce.models import pinet_kernels
 from allforce.models.kernels import compiled, options
 from allforce.models.pool import threads

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from allforce.loops import njit
 from allforce.models.products import DEPTH, I32, I64, ROWS, VECTOR, WIDE, Registers, loop, sum_of_products
 
 FEWER = max(4, ROWS // 2)  # rows of x where there are no more

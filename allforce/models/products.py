@@ -16,9 +16,11 @@ from itertools import pairwise
 
 import numpy as np
 from llvmlite import binding, ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from allforce.loops import njit
 
 # Bytes of a vector register; rows of x and registers of columns whose products are summed together, in registers.
 VECTOR, ROWS, WIDE = (64, 8, 3) if binding.get_host_cpu_features().get("avx512f", False) else (32, 4, 3)

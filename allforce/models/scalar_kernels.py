@@ -15,9 +15,10 @@ starts[t] + i, g in row starts[t + 1] + i. Numbers behind `out` in a row fill up
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, njit, types
+from numba import carray, types
 from numba.extending import intrinsic
 
+from allforce.loops import njit
 from allforce.models.kernels import inline, options
 from allforce.models.plain_products import add_plain_product, times_transposed
 from allforce.models.pool import spread
@@ -25,7 +26,7 @@ from allforce.models.products import VECTOR, add_transposed_product
 from allforce.models.tanh import tanh
 
 # digests of other files, see atom_kernels.py
-KERNELS, PRODUCTS, TANH, PLAIN = "869cdbd1", "e0c0578f", "15cf8eb2", "446199dc"
+KERNELS, PRODUCTS, TANH, PLAIN = "c9fa2acf", "a61d4448", "aba7cb9f", "d9ef9f7b"
 
 CHUNK = 256  # rows of `pairs` at a time
 IN, OUT, COPIES, PLACE = range(

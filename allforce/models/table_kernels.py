@@ -11,8 +11,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 import numpy as np
-from numba import njit
 
+from allforce.loops import njit
 from allforce.models.kernels import (
     LANES,
     WIDTH,
@@ -26,7 +26,7 @@ from allforce.models.kernels import (
 from allforce.models.pool import spread
 from allforce.models.products import VECTOR, WIDE, add_listed, add_outer, times_listed
 
-KERNELS, PRODUCTS = "869cdbd1", "e0c0578f"  # digests of other files, see atom_kernels.py
+KERNELS, PRODUCTS = "c9fa2acf", "a61d4448"  # digests of other files, see atom_kernels.py
 
 
 @lru_cache(maxsize=64)

@@ -12,13 +12,14 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.extending import overload
 
+from allforce.loops import njit
 from allforce.models.kernels import options
 from allforce.models.pool import spread
 
-KERNELS = "869cdbd1"  # numba takes a loop from its cache while its own file is the same: see POOL in kernels.py
+KERNELS = "c9fa2acf"  # numba takes a loop from its cache while its own file is the same: see POOL in kernels.py
 
 # Not all of fastmath: what is subtracted below must not be put together before.
 exact: Any = {"fastmath": {"contract"}, "error_model": "numpy"}

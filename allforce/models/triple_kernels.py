@@ -9,13 +9,13 @@ What is written belongs to the central atom or to its edges, so they run on torc
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from allforce.loops import njit
 from allforce.models.kernels import LANES, SLOPE, VALUE, inline, options, polynomial
 from allforce.models.pool import spread
 from allforce.models.spline import WIDTH
 
-KERNELS = "869cdbd1"  # numba takes a loop from its cache while its own file is the same: see POOL in kernels.py
+KERNELS = "c9fa2acf"  # numba takes a loop from its cache while its own file is the same: see POOL in kernels.py
 
 
 @njit(**inline)

@@ -9,15 +9,15 @@ on the others in its stack, nor on the number of threads.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from allforce.loops import njit
 from allforce.models.kernels import inline, options
 from allforce.models.plain_products import add_plain_product, times_transposed
 from allforce.models.pool import spread
 from allforce.models.products import VECTOR, add_transposed_product
 
 # digests of other files, see atom_kernels.py
-KERNELS, PRODUCTS, PLAIN = "869cdbd1", "e0c0578f", "446199dc"
+KERNELS, PRODUCTS, PLAIN = "c9fa2acf", "a61d4448", "d9ef9f7b"
 
 PIECE = 32  # rows of a large matrix
 SECTION = 8 * PIECE  # rows whose part of a sum over all rows one thread makes
