@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from importlib import import_module, metadata
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -40,6 +41,8 @@ UNUSED: dict[str, tuple[str, ...]] = {
     "torch.optim": (),
     "torch.profiler": (),
     "torch.utils.data": (),
+    # operations that it has for GPUs in Python
+    "torch._native": (),
     # others
     "h5py": (),  # for data and statistics in files of this kind
     "scipy.linalg": (),  # numba looks whether a part of it, cython_blas, is there
@@ -55,6 +58,7 @@ ALONE = {
 # functions that are taken from these by name: whoever calls them loads the module
 FUNCTIONS = {"torch._higher_order_ops": ("cond", "while_loop")}
 TRIED = {"torch": "2.13."}  # a package whose own modules are left out: only where this was tried
+WITHOUT_GPUS = {"torch._native"}  # only of a torch that knows none
 
 
 def postpone(modules: Mapping[str, tuple[str, ...]] = UNUSED) -> None:
@@ -63,7 +67,13 @@ def postpone(modules: Mapping[str, tuple[str, ...]] = UNUSED) -> None:
 
 def tried(name: str) -> bool:
     package, _, inner = name.partition(".")
-    return not inner or package not in TRIED or metadata.version(package).startswith(TRIED[package])
+    if not inner or package not in TRIED:
+        return True
+    version = version_of(package)
+    return version.startswith(TRIED[package]) and (name not in WITHOUT_GPUS or version.endswith("+cpu"))
+
+
+version_of = cache(metadata.version)  # which reads a file
 
 
 class Postponed(MetaPathFinder):
