@@ -8,7 +8,7 @@ from allforce.loops import njit
 from allforce.models.kernels import options
 from allforce.models.pool import spread
 
-KERNELS = "c9fa2acf"  # numba takes a loop from its cache while its own file is the same: see POOL in kernels.py
+KERNELS = "2726311b"  # numba takes a loop from its cache while its own file is the same: see POOL in kernels.py
 
 
 @njit(**options)

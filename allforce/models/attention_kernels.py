@@ -13,7 +13,7 @@ from allforce.loops import njit
 from allforce.models.kernels import inline, options
 from allforce.models.pool import spread
 
-KERNELS = "c9fa2acf"  # numba takes a loop from its cache while its own file is the same: see POOL in kernels.py
+KERNELS = "2726311b"  # numba takes a loop from its cache while its own file is the same: see POOL in kernels.py
 SHIFT = 20.0  # of the smooth softmax
 NEVER = -1e30  # score of a key that is not there
 

@@ -16,7 +16,7 @@ from allforce.models.pool import spread
 from allforce.models.products import VECTOR, add_product, add_transposed_product, pack
 from allforce.models.tanh import tanh
 
-KERNELS, PRODUCTS, TANH = "c9fa2acf", "a61d4448", "aba7cb9f"  # digests of other files, see atom_kernels.py
+KERNELS, PRODUCTS, TANH = "2726311b", "a61d4448", "a50c7186"  # digests of other files, see atom_kernels.py
 TILE = 256  # rows
 PARTS = 16  # of the rows, at most, that have a sum of their own
 

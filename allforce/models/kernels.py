@@ -37,7 +37,7 @@ assert np.allclose(VALUE[:, :WIDTH] * 120, TIMES_120, atol=1e-9), (
 )
 
 # Likewise the code of pool.py, which is in every loop: its digest, as tests/unit/test_kernels.py asks for it.
-POOL = "b11b6179"
+POOL = "95cd4b4f"
 
 options: dict[str, Any] = {"fastmath": True, "cache": True, "error_model": "numpy", "nogil": True}
 inline: dict[str, Any] = {"inline": "always", "fastmath": True, "error_model": "numpy"}

@@ -28,7 +28,7 @@ from allforce.models.dense_kernels import (
 from allforce.models.kernels import inline, options
 from allforce.models.pool import spread
 
-KERNELS, DENSE = "c9fa2acf", "2ccc0e01"  # digests of other files, see atom_kernels.py
+KERNELS, DENSE = "2726311b", "76c98c6f"  # digests of other files, see atom_kernels.py
 CLOSE = 4096  # numbers that are worked on at once where the width is any
 
 

@@ -27,7 +27,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 CHUNKS = 4  # that a thread takes on average
-ENOUGH = 2000  # edges: about 0.1 ms, several times what it takes to wake a thread
+ENOUGH = 700  # edges: some 30 µs, several times what a thread needs that spins while it waits
 I32, I64, VOID, ANY = ir.IntType(32), ir.IntType(64), ir.VoidType(), ir.IntType(8).as_pointer()
 Pool = tuple[int, int]  # where GOMP_parallel is, and the number of threads
 

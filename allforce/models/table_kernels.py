@@ -26,7 +26,7 @@ from allforce.models.kernels import (
 from allforce.models.pool import spread
 from allforce.models.products import VECTOR, WIDE, add_listed, add_outer, times_listed
 
-KERNELS, PRODUCTS = "c9fa2acf", "a61d4448"  # digests of other files, see atom_kernels.py
+KERNELS, PRODUCTS = "2726311b", "a61d4448"  # digests of other files, see atom_kernels.py
 
 
 @lru_cache(maxsize=64)

@@ -15,7 +15,7 @@ from allforce.models.kernels import LANES, SLOPE, VALUE, inline, options, polyno
 from allforce.models.pool import spread
 from allforce.models.spline import WIDTH
 
-KERNELS = "c9fa2acf"  # numba takes a loop from its cache while its own file is the same: see POOL in kernels.py
+KERNELS = "2726311b"  # numba takes a loop from its cache while its own file is the same: see POOL in kernels.py
 
 
 @njit(**inline)
