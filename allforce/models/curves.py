@@ -43,7 +43,8 @@ class Sweep:
         self.nets, self.nodes, self.grid = [net.weights for net in nets], nodes, grid
         self.dtype = nodes.numpy().dtype
         self.layout, numbers, self.widest = layout(nets[0].shape, self.dtype)
-        self.weights = addresses(self.nets, ones(self.widest, nodes.dtype))
+        self.ones = ones(self.widest, nodes.dtype)  # kept, as its address is used
+        self.weights = addresses(self.nets, self.ones)
         size = len(nets) * nodes.shape[0] * numbers
         self.kept, self.work = np.empty((T_AND_A, size), self.dtype), size // NUMBERS
 

@@ -28,7 +28,7 @@ from allforce.models.layers import Net, Weights
 from allforce.models.moments import ATOMS
 from allforce.models.pool import threads
 from allforce.models.products import lanes, tiles_of
-from allforce.models.scalar_sweeps import INPUTS, Sweeps, addresses, last_hidden, parameters_of
+from allforce.models.scalar_sweeps import INPUTS, addresses, last_hidden, ones, parameters_of, plan
 from allforce.models.se_e2_a import SeE2A
 from allforce.models.table_kernels import strips_of
 
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from allforce.models.standard import StandardModel
 
 OUTPUTS = frozenset({"energy", "forces", "virial"})
-PLANS = 8  # numbers of atoms of the types, whose memory is kept
+PLANS, MOST = 8, 2**25  # numbers of atoms of the types whose memory is kept, and its bytes at most
+OfLoops = tuple[np.ndarray, tuple[np.ndarray, ...], np.ndarray, np.ndarray]  # weights, plan, kept, pairs
 
 
 class Fused:
@@ -49,9 +50,10 @@ class Fused:
         self.fitting_nets = list(self.fitting.nets)
         self.parameters = parameters_of([*self.curve_nets, *self.fitting_nets])
         self.unused = torch.empty(max(p.shape[-1] for p in self.parameters), dtype=self.fitting.dtype)
+        self.ones = ones(len(self.unused), self.fitting.dtype)
         self._at: list[int] = []  # where the parameters lie
         self._table: Table | None = None
-        self._nets: dict[tuple[int, ...], Sweeps] = {}
+        self._nets: dict[tuple[int, ...], OfLoops] = {}
         self._targets: list[Tensor] = []  # of the gradients
         self._places: tuple[np.ndarray, np.ndarray] | None = None  # and their addresses
 
@@ -82,14 +84,18 @@ class Fused:
             self._table = Table(d, self.curve_nets, batch)
         return Sweep(self, self._table, batch, "virial" in wanted)
 
-    def nets(self, counts: tuple[int, ...]) -> Sweeps:
-        """The fitting nets with memory for so many atoms of each type."""
-        if counts not in self._nets:
-            if len(self._nets) == PLANS:
-                self._nets.clear()
-            x = self.unused.new_empty(sum(counts), self.fitting.dim)
-            self._nets[counts] = Sweeps(self.fitting_nets, counts, x)
-        return self._nets[counts]
+    def net(self, counts: tuple[int, ...]) -> OfLoops:
+        """What loops take of the fitting nets, with memory for so many atoms of each type."""
+        if counts in self._nets:
+            return self._nets[counts]
+        dtype = np.dtype(str(self.fitting.dtype).removeprefix("torch."))
+        layers = plan(counts, self.fitting_nets[0].shape, dtype)
+        numbers = sum(counts) * layers.numbers
+        weights = addresses([net.weights for net in self.fitting_nets], self.ones)
+        found = weights, layers.arguments, np.empty((3, numbers), dtype), np.empty(2 * numbers, dtype)
+        if len(self._nets) < PLANS and found[2].nbytes < MOST:  # of large frames memory is soon filled
+            self._nets[counts] = found
+        return found
 
     def places(self, targets: list[Tensor]) -> tuple[np.ndarray, np.ndarray]:
         """Addresses (layers, nets, 3) where the gradients of curves and of nets are to go."""
@@ -116,7 +122,8 @@ class Table:
     def __init__(self, d: SeE2A, nets: list[Net], batch: Batch):
         assert d.table.grid is not None
         geometry = d.geometry_of(batch, batch.edges.r)
-        self.grid, curve = d.table.grid, curves.Sweep(nets, d.table.nodes, d.table.grid)
+        self.grid = d.table.grid
+        self.sweep = curve = curves.Sweep(nets, d.table.nodes, self.grid)
         there, back = (self.grid.factors(curve.dtype, transposed) for transposed in (False, True))
         self.curve = curve.nodes.numpy(), curve.weights, curve.layout, there, curve.kept
         self.curve_back = *self.curve[:3], back, curve.kept
@@ -129,7 +136,7 @@ class Sweep:
 
     def __init__(self, fused: Fused, table: Table, batch: Batch, virial: bool):
         d, edges, N = fused.descriptor, batch.edges, batch.type.shape[0]
-        self.fused, self.table, nets = fused, table, fused.nets(batch.type_counts)
+        self.fused, self.table, self.net = fused, table, fused.net(batch.type_counts)
         types, i, j, r, first, frame = (
             x.numpy() for x in (batch.type, edges.i, edges.j, edges.r, edges.first, batch.frame)
         )
@@ -137,7 +144,6 @@ class Sweep:
         self.pools = tuple(threads(amount) for amount in work)  # others may want the cores: see train/free_cores.py
         self.counts = batch.type_counts if len(table.C) > 1 else (N,)
         self.of_edges = i, frame, (r, j, first, types, *table.constants), d.nnei, d.M2
-        self.net = nets.weights, nets.plan.arguments, nets.kept, nets.pairs
         self.tiles = tiles_of(self.counts, self.pools[1][1], ATOMS)
         energy, forces = np.zeros(batch.nframes), np.zeros((N, 3))
         V = np.zeros((batch.nframes if virial else 0, 9))

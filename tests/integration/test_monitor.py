@@ -23,7 +23,9 @@ from allforce.train.entry import no_timeline
 pytest_plugins = ["folder_fixture"]
 
 STEP = {"data wait", "forward", "backward", "communication", "optimizer"}
-IN_PARTS = {"model__fitting_net__activation_function": "gelu"}  # whose step is not one compiled call: with phases inside
+IN_PARTS = {
+    "model__fitting_net__activation_function": "gelu"
+}  # whose step is not one compiled call: with phases inside
 
 
 def train(folder, *args, **changes):

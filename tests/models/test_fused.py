@@ -56,9 +56,11 @@ def by_hand(model, batch, adjoints, wanted=WANTED):
 
 @pytest.mark.parametrize("precision", ["float64", "float32"])
 @pytest.mark.parametrize("ntypes, one_side", [(2, True), (2, False), (3, True), (3, False)])
-@pytest.mark.parametrize("resnet_dt", [True, False])
-def test_outputs_and_gradients_are_those_of_autograd(precision, ntypes, one_side, resnet_dt):
-    model = make(precision, ntypes, type_one_side=one_side, resnet_dt=resnet_dt)
+@pytest.mark.parametrize(
+    "other", [{"resnet_dt": True}, {"exclude_types": [[0, 1]], "env_protection": 0.01}, {"set_davg_zero": True}]
+)
+def test_outputs_and_gradients_are_those_of_autograd(precision, ntypes, one_side, other):
+    model = make(precision, ntypes, type_one_side=one_side, **other)
     batch, rng = batch_of(model, *frames(ntypes)), torch.Generator().manual_seed(1)
     adjoints = {
         "energy": torch.randn(3, generator=rng, dtype=torch.float64),
@@ -95,6 +97,18 @@ def test_memory_that_is_kept_spoils_nothing():
     _, found = by_hand(model, batch, adjoints)
     _, expected = by_autograd(model, batch, adjoints)
     assert all((a - b).abs().max() <= 1e-11 * b.abs().max() for a, b in zip(found, expected, strict=True))
+
+
+def test_memory_of_large_frames_is_not_kept(monkeypatch):
+    monkeypatch.setattr("allforce.models.fused.MOST", 1000)
+    model = make()
+    batch = batch_of(model, *frames())
+    adjoints = forces_adjoint(batch)
+    _, first = by_hand(model, batch, adjoints)
+    assert not model.fused._nets
+    monkeypatch.undo()
+    _, again = by_hand(model, batch, adjoints)
+    assert len(model.fused._nets) == 1 and all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 def test_threads_change_no_bit(monkeypatch):
