@@ -35,7 +35,7 @@ from allforce.models.table_kernels import strips_of
 if TYPE_CHECKING:
     from allforce.models.standard import StandardModel
 
-OUTPUTS = frozenset({"energy", "forces", "virial"})
+OUTPUTS, DERIVATIVES = frozenset({"energy", "forces", "virial"}), frozenset({"forces", "virial"})
 PLANS, MOST = 8, 2**25  # numbers of atoms of the types whose memory is kept, and its bytes at most
 OfLoops = tuple[np.ndarray, tuple[np.ndarray, ...], np.ndarray, np.ndarray]  # weights, plan, kept, pairs
 
@@ -68,9 +68,12 @@ class Fused:
         return bool(d.nets[0].hidden_tanh) and f.nets[0].hidden_tanh
 
     def sweep(self, batch: Batch, wanted: Collection[str]) -> Sweep | None:
-        """None where something is not trained, or beyond the table, or only a part of a batch is here."""
+        """None where something is not trained, or beyond the table, or only a part of a batch is here, or nothing but
+        energies is asked for, which takes less."""
         d, atoms = self.descriptor, batch.type
-        if not compiled(atoms) or not OUTPUTS.issuperset(wanted) or batch.part is not None or batch.own is not None:
+        if not compiled(atoms) or not OUTPUTS.issuperset(wanted) or DERIVATIVES.isdisjoint(wanted):
+            return None
+        if batch.part is not None or batch.own is not None:
             return None
         if d.table.grid is None or batch.edges.nearest < d.r_close or atoms.shape[0] == 0:
             return None
@@ -165,10 +168,10 @@ class Sweep:
 
     def hidden_and_tangents(self, v: Tensor) -> tuple[Tensor, Tensor]:
         """What the last layers are given (N, H), and its tangents (p, N, H) along displacements v (p, N, 3)."""
-        weights, plan, numbers, _ = self.net
+        weights, layers, numbers, _ = self.net
         made, found = np.empty((3, numbers.shape[1]), numbers.dtype), []
-        given = self.table.C, self.tiles, *self.of_edges, (weights, plan, numbers), self.kept
+        given = self.table.C, self.tiles, *self.of_edges, (weights, layers, numbers), self.kept
         for one in -v:  # forwards of forces is the transpose of what displacements do
             fused_kernels.tangent(*given, one.numpy(), made, self.pools)
-            found.append(last_hidden(made[scalar_kernels.A_DOT], plan, v.shape[1]).clone())
-        return last_hidden(numbers[scalar_kernels.A], plan, v.shape[1]), torch.stack(found)
+            found.append(last_hidden(made[scalar_kernels.A_DOT], layers, v.shape[1]).clone())
+        return last_hidden(numbers[scalar_kernels.A], layers, v.shape[1]), torch.stack(found)

@@ -132,7 +132,8 @@ def test_what_it_is_not_written_for_is_left_to_autograd(monkeypatch):
     model = make()
     batch = batch_of(model, *frames())
     assert model.sweep(batch, ("energy", "forces")) is not None
-    assert model.sweep(batch, ("energy", "atomic energy")) is None
+    assert model.sweep(batch, ("energy", "forces", "atomic energy")) is None
+    assert model.sweep(batch, ("energy",)) is None
     near = replace(batch, edges=replace(batch.edges, nearest=0.5 * model.descriptor.r_close))
     assert model.sweep(near, WANTED) is None
     model.fitting.nets[0].layers[0].requires_grad_(False)
