@@ -39,7 +39,7 @@ from allforce.models.scalar_kernels import (
 )
 
 # digests of other files, see atom_kernels.py
-KERNELS, PRODUCTS, PLAIN, SCALAR = "2726311b", "a61d4448", "d9ef9f7b", "d9e11db1"
+KERNELS, PRODUCTS, PLAIN, SCALAR = "2726311b", "a61d4448", "abe0350c", "21bb5c77"
 
 T, A = range(2)  # kept of each layer: φ(z) and a
 

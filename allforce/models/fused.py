@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from allforce.models.standard import StandardModel
 
 OUTPUTS, DERIVATIVES = frozenset({"energy", "forces", "virial"}), frozenset({"forces", "virial"})
-PLANS, MOST = 8, 2**25  # numbers of atoms of the types whose memory is kept, and its bytes at most
+PLANS, MOST = 8, 2**25  # numbers of atoms of the types whose memory is kept, and bytes of the larger part of each
 OfLoops = tuple[np.ndarray, tuple[np.ndarray, ...], np.ndarray, np.ndarray]  # weights, plan, kept, pairs
 
 
@@ -54,8 +54,8 @@ class Fused:
         self._at: list[int] = []  # where the parameters lie
         self._table: Table | None = None
         self._nets: dict[tuple[int, ...], OfLoops] = {}
-        self._targets: list[Tensor] = []  # of the gradients
-        self._places: tuple[np.ndarray, np.ndarray] | None = None  # and their addresses
+        self._places: list[tuple[list[Tensor], np.ndarray, np.ndarray]] = []  # of gradients, by the list of these
+        self.sweeps = 0  # so far: the memory is that of the last one
 
     @staticmethod
     def suits(model: StandardModel) -> bool:
@@ -83,6 +83,7 @@ class Fused:
         if at != self._at:  # loops are given addresses
             self._at, self._table = at, None
             self._nets.clear()
+            self._places.clear()
         if self._table is None or self._table.grid is not d.table.grid:
             self._table = Table(d, self.curve_nets, batch)
         return Sweep(self, self._table, batch, "virial" in wanted)
@@ -102,15 +103,17 @@ class Fused:
 
     def places(self, targets: list[Tensor]) -> tuple[np.ndarray, np.ndarray]:
         """Addresses (layers, nets, 3) where the gradients of curves and of nets are to go."""
-        if self._places is None or self._targets is not targets:
-            rest = iter(targets)
-            for_curves, for_nets = (
-                [[instead(layer, rest) for layer in net.weights] for net in nets]
-                for nets in (self.curve_nets, self.fitting_nets)
-            )
-            self._targets = targets
-            self._places = addresses(for_curves, self.unused), addresses(for_nets, self.unused)
-        return self._places
+        for known, *places in self._places:
+            if known is targets:
+                return places[0], places[1]
+        assert [t.shape for t in targets] == [p.shape for p in self.parameters]
+        rest = iter(targets)
+        for_curves, for_nets = (
+            addresses([[instead(layer, rest) for layer in net.weights] for net in nets], self.unused)
+            for nets in (self.curve_nets, self.fitting_nets)
+        )
+        self._places = [*self._places[-1:], (targets, for_curves, for_nets)]  # of the first micro-batch and of others
+        return for_curves, for_nets
 
 
 def instead(layer: Weights, targets: Iterator[Tensor]) -> Weights:
@@ -140,6 +143,8 @@ class Sweep:
     def __init__(self, fused: Fused, table: Table, batch: Batch, virial: bool):
         d, edges, N = fused.descriptor, batch.edges, batch.type.shape[0]
         self.fused, self.table, self.net = fused, table, fused.net(batch.type_counts)
+        fused.sweeps += 1
+        self.number = fused.sweeps
         types, i, j, r, first, frame = (
             x.numpy() for x in (batch.type, edges.i, edges.j, edges.r, edges.first, batch.frame)
         )
@@ -158,6 +163,7 @@ class Sweep:
             self.outputs["virial"] = torch.from_numpy(V)
 
     def adjoints(self, of_outputs: dict[str, Tensor], targets: list[Tensor]) -> None:
+        assert self.number == self.fused.sweeps, "another batch has this one's memory"
         table, E, F = self.table, *(of_outputs.get(name) for name in ("energy", "forces"))
         E, F = (torch.zeros_like(self.outputs[n]) if x is None else x for n, x in (("energy", E), ("forces", F)))
         V = of_outputs["virial"].contiguous().numpy() if "virial" in of_outputs else np.empty((0, 9))
@@ -168,6 +174,7 @@ class Sweep:
 
     def hidden_and_tangents(self, v: Tensor) -> tuple[Tensor, Tensor]:
         """What the last layers are given (N, H), and its tangents (p, N, H) along displacements v (p, N, 3)."""
+        assert self.number == self.fused.sweeps, "another batch has this one's memory"
         weights, layers, numbers, _ = self.net
         made, found = np.empty((3, numbers.shape[1]), numbers.dtype), []
         given = self.table.C, self.tiles, *self.of_edges, (weights, layers, numbers), self.kept

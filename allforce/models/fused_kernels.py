@@ -17,7 +17,7 @@ from allforce.models.scalar_kernels import adjoints, filled, tangents, values_an
 from allforce.models.table_kernels import places_of_lists, table_gradient, table_pull, table_push, table_sum
 
 # digests of other files, see atom_kernels.py
-KERNELS, ATOM, CURVE, SCALAR, TABLE = "2726311b", "a294abc7", "f48b177c", "d9e11db1", "762b146b"
+KERNELS, ATOM, CURVE, SCALAR, TABLE = "2726311b", "a294abc7", "c2f971aa", "21bb5c77", "762b146b"
 
 
 @njit(**options)

@@ -35,7 +35,8 @@ class Sweep(Protocol):
     outputs: dict[str, Tensor]  # without gradients
 
     def adjoints(self, of_outputs: dict[str, Tensor], targets: list[Tensor]) -> None:
-        """Write the gradient of each parameter of the model, in their order, given those of outputs by name."""
+        """Write the gradient of each parameter of the model, all of them trained, in their order, given those of
+        outputs by name."""
 
 
 class Model(nn.Module):

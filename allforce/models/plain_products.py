@@ -211,7 +211,7 @@ def times_transposed(x, W, begin, end, y):
         first = 0
         while first < y.shape[0]:
             left = y.shape[0] - first
-            if MOST == 3 and left > 2 * one:
+            if MOST == 3 and left > max(2 * one, 3 * one - 8):  # what x has, then, is three registers
                 _block_of_transposed(x, first, W, row, y, 1, 3)
                 first += 3 * one
             elif one == 16 and left <= 8:

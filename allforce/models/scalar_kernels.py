@@ -26,7 +26,7 @@ from allforce.models.products import VECTOR, add_transposed_product
 from allforce.models.tanh import tanh
 
 # digests of other files, see atom_kernels.py
-KERNELS, PRODUCTS, TANH, PLAIN = "2726311b", "a61d4448", "a50c7186", "d9ef9f7b"
+KERNELS, PRODUCTS, TANH, PLAIN = "2726311b", "a61d4448", "a50c7186", "abe0350c"
 
 CHUNK = 256  # rows of `pairs` at a time
 IN, OUT, COPIES, PLACE = range(

@@ -162,7 +162,7 @@ class Matrices:
         return product(self._narrow.mT, self._narrow)
 
     def _follow(self, beta: float) -> None:
-        """Momentum, X, `used` and the sketch by compiled loops, which read the gradient where it lies."""
+        """Momentum, X and `used` by compiled loops, which read the gradient where it lies."""
         gradient, pool = (self._flat_gradient.numpy(), self._gradient_places), threads(self.momentum.numel() // 16)
         moving = self.momentum.numpy(), self.ahead.numpy(), self.used.view(-1).numpy()
         muon_kernels.follow(*gradient, np.float32(1 - beta), *moving, *self._signs, self._sketch.numpy(), pool)

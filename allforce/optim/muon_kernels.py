@@ -17,7 +17,7 @@ from allforce.models.pool import spread
 from allforce.models.products import VECTOR, add_transposed_product
 
 # digests of other files, see atom_kernels.py
-KERNELS, PRODUCTS, PLAIN = "2726311b", "a61d4448", "d9ef9f7b"
+KERNELS, PRODUCTS, PLAIN = "2726311b", "a61d4448", "abe0350c"
 
 PIECE = 32  # rows of a large matrix
 SECTION = 8 * PIECE  # rows whose part of a sum over all rows one thread makes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -109,6 +110,24 @@ def test_memory_of_large_frames_is_not_kept(monkeypatch):
     monkeypatch.undo()
     _, again = by_hand(model, batch, adjoints)
     assert len(model.fused._nets) == 1 and all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_a_copy_has_addresses_of_its_own():
+    model, batch = make(), batch_of(make(), *frames())
+    flat, adjoints = FlatParameters(model, 1), forces_adjoint(batch)
+    model.sweep(batch, WANTED).adjoints(adjoints, flat._gradients)
+    expected = flat.gradient.clone()
+    copied, own = deepcopy((model, flat))
+    flat.gradient.fill_(7)
+    copied.sweep(batch, WANTED).adjoints(adjoints, own._gradients)
+    assert (flat.gradient == 7).all() and torch.equal(own.gradient, expected)
+
+
+def test_the_way_back_is_that_of_the_last_batch():
+    model, batch = make(), batch_of(make(), *frames())
+    first, _ = (model.sweep(batch, WANTED) for _ in range(2))
+    with pytest.raises(AssertionError, match="another batch"):
+        first.adjoints(forces_adjoint(batch), [torch.empty_like(p) for p in model.parameters()])
 
 
 def test_threads_change_no_bit(monkeypatch):

@@ -1,5 +1,8 @@
 """Nets that are trained, as compiled loops: the same as in tensor operations (scalar_net.py)."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -129,3 +132,37 @@ def test_product_with_a_transposed_matrix_as_it_lies(rows, n, dtype):
     times_transposed(x, W, 0, rows, whole[:n])
     np.testing.assert_allclose(whole[:n, :rows], x[:, :n].T @ W.T, rtol=0, atol=300 * np.finfo(dtype).eps)
     assert not whole[n].any()
+
+
+GUARDED = """
+import ctypes, sys
+import numpy as np
+from allforce.models.plain_products import times_transposed
+
+libc, page = ctypes.CDLL(None), 4096
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+
+
+def before_a_closed_page(shape, dtype):
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    pages = -(-size // page)
+    base = libc.mmap(None, (pages + 1) * page, 3, 0x22, -1, 0)  # read and write; private, of no file
+    assert libc.mprotect(ctypes.c_void_p(base + pages * page), page, 0) == 0
+    numbers = (ctypes.c_char * size).from_address(base + pages * page - size)
+    return np.frombuffer(numbers, dtype).reshape(shape)
+
+
+for dtype in (np.float32, np.float64):
+    for rows in range(1, 70):
+        x, y = before_a_closed_page((24, -(-rows // 8) * 8), dtype), np.zeros((rows, 16), dtype)
+        x[...] = 1
+        times_transposed(x, np.ones((16, 24), dtype), 0, 16, y)
+        assert (y == 24).all()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is closed by Linux's calls")
+def test_nothing_is_read_behind_an_array():
+    done = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr or f"ended with {done.returncode}"
